@@ -1,0 +1,97 @@
+// The page forest: one record per page that this process knows with its tokens. A root stands for a namespace.
+//
+// A page is found through its parent and its content; contents are compared, never trusted by hash. The forest knows structure and
+// content; what the residency fields mean is decided by the ledger, their only writer.
+#pragma once
+
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "types.hpp"
+
+namespace kvstrata {
+
+enum class Residency : std::uint8_t {
+    none,
+    incoming,  // a row is reserved, its bytes are not there yet
+    resident,  // the bytes are there: findable
+};
+
+struct PageRecord {
+    Key key;                              // page key; of a root: the namespace
+    PageId parent = kNoPage;              // kNoPage: a root
+    PageId first_child = kNoPage;         // a hint, tried before the table
+    std::uint32_t children = 0;           // records below this one
+    std::uint32_t tier_children[2] = {};  // of them, those incoming or resident in gpu / cpu
+    std::uint32_t pins = 0;               // leases whose deepest page in the serving tier this is
+    Row row[2] = {kNoRow, kNoRow};        // gpu / cpu
+    std::uint32_t busy[2] = {};           // moves that read this copy now, or wait to
+    Residency state[2] = {};
+    bool candidate[2] = {};  // the policy may name it a victim
+    bool alive = false;
+    bool load_queued = false;      // waits in the driver's queue for a slab row
+    bool spilling = false;         // waits to be written to disk, or is being written
+    EntryId entry = kNoEntry;      // its copy on disk
+    std::uint64_t ready = 0;       // the batch that wrote the copy in gpu, where a lease published it
+    std::uint32_t generation = 0;  // counts the lives of this record
+    std::uint32_t depth = 0;       // pages from the root; a root has 0
+    std::uint32_t hash = 0;        // of parent and content
+
+    bool is_root() const { return parent == kNoPage; }
+};
+
+class Forest {
+   public:
+    explicit Forest(std::uint32_t page_size);
+
+    // The root of a namespace, made when asked for first.
+    PageId root(const Key& space);
+    // The child of `parent` with this content, or kNoPage.
+    PageId child(PageId parent, const Content& content) const;
+    // Adds a child that child() did not find.
+    PageId insert(PageId parent, const Content& content, const Key& key);
+    // Removes a record without children.
+    void erase(PageId page);
+
+    PageRecord& at(PageId page) { return blocks_[page >> kBlockBits]->records[page & kBlockMask]; }
+    const PageRecord& at(PageId page) const { return blocks_[page >> kBlockBits]->records[page & kBlockMask]; }
+    // Borrowed until the page is erased.
+    Content content(PageId page) const;
+    const Key& space(PageId page) const;  // the namespace it lives in
+
+    std::uint32_t page_size() const { return page_size_; }
+    std::size_t pages() const { return live_; }  // roots not counted
+    PageId id_bound() const { return next_; }    // every id ever given is below
+    bool check_integrity(std::string& fault) const;
+
+   private:
+    static constexpr unsigned kBlockBits = 10;
+    static constexpr PageId kBlockMask = (PageId{1} << kBlockBits) - 1;
+    struct Block {
+        std::array<PageRecord, std::size_t{1} << kBlockBits> records;
+        std::unique_ptr<std::int32_t[]> tokens;
+    };
+
+    PageId allocate();
+    std::int32_t* tokens(PageId page) const {
+        return blocks_[page >> kBlockBits]->tokens.get() + std::size_t{page & kBlockMask} * page_size_;
+    }
+    std::span<const MediaItem> media(PageId page) const;
+    bool same(PageId page, const Content& content) const;
+    static std::uint32_t mix(PageId parent, const Content& content);
+    void table_insert(PageId page);
+    void table_erase(PageId page);
+    void table_grow();
+
+    std::uint32_t page_size_;
+    std::vector<std::unique_ptr<Block>> blocks_;
+    std::vector<PageId> free_;
+    PageId next_ = 0;
+    std::size_t live_ = 0;
+    std::vector<PageId> table_;  // open addressing, linear probing, no tombstones; at most half full
+    std::unordered_map<std::uint64_t, std::vector<PageId>> roots_;
+    std::unordered_map<PageId, std::vector<MediaItem>> media_;  // of the few pages that have any
+};
+
+}  // namespace kvstrata

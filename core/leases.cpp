@@ -1,0 +1,282 @@
+// The driver's half that answers requests: lookup, reservation, publishing, release; hits.cpp and guests.cpp have the rest. See driver.hpp.
+//
+// Who owns a row of the device pool: the ledger's free list, or one page of the forest (shared by every lease whose path has it), or
+// one lease (`own`), until it publishes the page or gives the row back.
+#include <algorithm>
+#include <utility>
+
+#include "driver.hpp"
+#include "keys.hpp"
+
+namespace kvstrata {
+
+Content Driver::content(const Lease& lease, std::uint32_t page) {
+    const std::int64_t size = config_.ledger.page_size;
+    const std::int64_t begin = page * size;
+    media_scratch_.clear();
+    for (const MediaSpan& item : lease.media)
+        if (item.offset < begin + size && item.offset + item.length > begin)
+            media_scratch_.push_back({static_cast<std::int32_t>(item.offset - begin), item.digest});
+    return {{lease.tokens.data() + begin, static_cast<std::size_t>(size)}, media_scratch_};
+}
+
+Key Driver::key_below(const Lease& lease, PageId above, const Content& content) const {
+    const Forest& forest = ledger_.forest();
+    Key key = page_key(forest.at(lease.root).key, forest.at(above).key, content);
+    std::fill(key.bytes.begin() + static_cast<std::ptrdiff_t>(config_.key_bytes), key.bytes.end(), std::uint8_t{0});
+    return key;
+}
+
+// The forest first; at the first page it cannot serve, and from then on, keys. A page found by key joins the forest with the tokens of
+// the request; whether the slot holds those is proven when it is read.
+void Driver::find_path(Lease& lease, std::uint32_t limit, bool load) {
+    const Forest& forest = ledger_.forest();
+    const auto home = static_cast<std::size_t>(ledger_.home());
+    PageId above = lease.root;
+    for (std::uint32_t i = 0; i < limit; ++i) {
+        const Content wanted = content(lease, i);
+        PageId page = ledger_.child(above, wanted);
+        if (!load && (page == kNoPage || forest.at(page).state[home] != Residency::resident)) break;
+        if (page == kNoPage || !ledger_.findable(page)) {
+            if (ledger_.index().size() == 0) break;
+            const Key key = page != kNoPage ? forest.at(page).key : key_below(lease, above, wanted);
+            const EntryId entry = ledger_.find_entry(key);
+            if (entry == kNoEntry || !ledger_.readable(entry)) break;
+            if (ledger_.index().at(entry).page != kNoPage) {  // findable, were it this page's: another content has the same key
+                counters_.key_conflicts++;
+                break;
+            }
+            if (page == kNoPage) page = ledger_.add_page(above, wanted, key);
+            ledger_.attach(page, entry);
+        }
+        lease.path.push_back(page);
+        above = page;
+    }
+}
+
+LeaseAnswer Driver::lease(double now, const LeaseRequest& request) {
+    ledger_.set_time(now_ = now);
+    const std::uint64_t size = config_.ledger.page_size;
+    const std::uint64_t length = request.tokens.size();
+    const std::uint64_t total = (length + request.reserve + size - 1) / size;
+    LeaseAnswer answer;
+    counters_.leases++;
+    if (own_mode() && total > ledger_.capacity(Tier::gpu)) {
+        answer.never = true;
+        answer.needed = static_cast<std::uint32_t>(std::min<std::uint64_t>(total, ~std::uint32_t{0}));
+        answer.available = ledger_.capacity(Tier::gpu);
+        counters_.full++;
+        return answer;
+    }
+
+    Lease lease;
+    lease.root = ledger_.root(request.space);
+    lease.tokens.assign(request.tokens.begin(), request.tokens.end());
+    lease.media.assign(request.media.begin(), request.media.end());
+    lease.multiple = request.multiple == 0 ? static_cast<std::uint32_t>(size) : request.multiple;
+    lease.write = request.write;
+    std::uint64_t missed = 0;
+    if (request.read && length > request.leave) {
+        std::uint64_t most = (length - request.leave) / lease.multiple * lease.multiple;
+        // A guest's pages wait in the slab for the engine: a prefix longer than the slab could never be there as a whole.
+        if (!own_mode()) most = std::min<std::uint64_t>(most, ledger_.capacity(Tier::cpu) * size / lease.multiple * lease.multiple);
+        find_path(lease, static_cast<std::uint32_t>(most / size), request.load);
+        lease.path.resize(lease.path.size() * size / lease.multiple * lease.multiple / size);
+        missed = most / size - lease.path.size();
+    }
+    for (PageId page : lease.path) {
+        const PageRecord& record = ledger_.forest().at(page);
+        // Where its bytes are, though they may be on their way for another lease: who decides whether to wait asks how far.
+        const Tier source = record.state[0] == Residency::resident   ? Tier::gpu
+                            : record.state[1] == Residency::resident ? Tier::cpu
+                                                                     : Tier::disk;
+        lease.source.push_back(source);
+    }
+    lease.matched = lease.hit = static_cast<std::uint32_t>(lease.path.size());
+
+    const LeaseId id = next_id_++;
+    move_pin(lease);  // before rows are taken: eviction retires records that nothing holds
+    if (own_mode() && !take_rows(lease, static_cast<std::uint32_t>(total), answer)) {
+        ledger_.unpin(lease.pinned);
+        counters_.full++;
+        return answer;
+    }
+    // Only now: who finds no room asks again, and would be counted each time.
+    counters_.missed_pages += missed;
+    for (Tier source : lease.source) counters_.looked_up[static_cast<std::size_t>(source)]++;
+    auto& kept = leases_.emplace(id, std::move(lease)).first->second;
+    expect_all(kept, id);
+    for (PageId page : kept.path) {
+        save_again(page);
+        if (const EntryId entry = ledger_.forest().at(page).entry; entry != kNoEntry) note_use(entry);
+    }
+    if (!kept.path.empty()) ledger_.used(kept.path.back());
+    answer.id = id;
+    return answer;
+}
+
+// Rows for every page of the request that has none on the device: all or nothing.
+bool Driver::take_rows(Lease& lease, std::uint32_t total, LeaseAnswer& answer) {
+    const Forest& forest = ledger_.forest();
+    const auto matched = static_cast<std::uint32_t>(lease.path.size());
+    const auto on_device = [&](std::uint32_t i) { return forest.at(lease.path[i]).state[0] != Residency::none; };
+    std::uint32_t need = total - matched;
+    std::vector<PageId> found;  // on the device, with the next page of the path not there
+    for (std::uint32_t i = 0; i < matched; ++i) {
+        need += !on_device(i);
+        if (on_device(i) && (i + 1 == matched || !on_device(i + 1))) found.push_back(lease.path[i]);
+    }
+    answer.needed = need;
+    answer.available = ledger_.free_rows(Tier::gpu);
+    if (need > answer.available) {
+        std::vector<PageId> fixed = in_use();
+        fixed.insert(fixed.end(), lease.path.begin(), lease.path.end());
+        answer.available += ledger_.evictable(fixed);
+        if (need > answer.available) return false;
+    }
+    // Taking rows may evict. What this lease found on the device is protected by pins meanwhile, one for each run of pages: nothing on
+    // the device is below the last of a run. Each page that gets a row protects its parents by itself.
+    for (PageId page : found) ledger_.pin(page);
+    bool enough = true;
+    std::vector<PageId> expected;
+    for (std::uint32_t i = 0; i < total && enough; ++i) {
+        if (i < matched && on_device(i)) {
+            lease.rows.push_back(forest.at(lease.path[i]).row[0]);
+            lease.own.push_back(0);
+            continue;
+        }
+        const Row row = ledger_.take_row(Tier::gpu);
+        if (row == kNoRow) {
+            enough = false;
+            break;
+        }
+        lease.rows.push_back(row);
+        lease.own.push_back(i >= matched);
+        if (i < matched) {
+            ledger_.expect(Tier::gpu, lease.path[i], row);
+            expected.push_back(lease.path[i]);
+        }
+    }
+    for (PageId page : found) ledger_.unpin(page);
+    if (enough) return true;
+    for (PageId page : expected) ledger_.give_row(Tier::gpu, ledger_.withdraw(Tier::gpu, page));
+    for (std::size_t i = matched; i < lease.rows.size(); ++i) ledger_.give_row(Tier::gpu, lease.rows[i]);
+    return false;
+}
+
+void Driver::expect_all(Lease& lease, LeaseId id) {
+    const std::size_t home = static_cast<std::size_t>(ledger_.home());
+    for (PageId page : lease.path)
+        if (ledger_.forest().at(page).state[home] != Residency::resident) {
+            waiters_[page].push_back(id);
+            lease.missing++;
+        }
+    // In a second pass: wanting a page may fail it at once, which shortens the lease.
+    const std::vector<PageId> path = lease.path;
+    for (PageId page : path) want(page);
+    check_settled(lease);
+}
+
+std::vector<PageId> Driver::in_use() const {
+    std::vector<PageId> pages(uploading_.begin(), uploading_.end());
+    for (const auto& [id, lease] : leases_)
+        if (lease.pinned != kNoPage) pages.push_back(lease.pinned);
+    for (const auto& [ticket, copy] : copies_)
+        if (!copy.up && !copy.guest) pages.insert(pages.end(), copy.pages.begin(), copy.pages.end());
+    return pages;
+}
+
+const Lease* Driver::find(LeaseId id) const {
+    const auto found = leases_.find(id);
+    return found == leases_.end() ? nullptr : &found->second;
+}
+
+void Driver::append(LeaseId id, std::span<const std::int32_t> tokens) {
+    const auto found = leases_.find(id);
+    if (found != leases_.end()) found->second.tokens.insert(found->second.tokens.end(), tokens.begin(), tokens.end());
+}
+
+bool Driver::grow(double now, LeaseId id, std::uint64_t tokens) {
+    ledger_.set_time(now_ = now);
+    const auto found = leases_.find(id);
+    if (found == leases_.end() || !own_mode()) return false;
+    Lease& lease = found->second;
+    const std::uint64_t size = config_.ledger.page_size;
+    const std::uint64_t have = lease.rows.size();
+    const std::uint64_t rows = (tokens + size - 1) / size;
+    if (rows > ledger_.free_rows(Tier::gpu) && rows > ledger_.free_rows(Tier::gpu) + ledger_.evictable(in_use())) {
+        counters_.full++;  // before anything is evicted in vain
+        return false;
+    }
+    while (lease.rows.size() < have + rows) {
+        const Row row = ledger_.take_row(Tier::gpu);
+        if (row == kNoRow) {
+            for (; lease.rows.size() > have; lease.rows.pop_back(), lease.own.pop_back())
+                ledger_.give_row(Tier::gpu, lease.rows.back());
+            counters_.full++;
+            return false;
+        }
+        lease.rows.push_back(row);
+        lease.own.push_back(1);
+    }
+    return true;
+}
+
+// --- what a lease gives
+
+std::uint32_t Driver::publish(double now, LeaseId id, std::uint64_t tokens, Fence ready) {
+    ledger_.set_time(now_ = now);
+    const auto found = leases_.find(id);
+    if (found == leases_.end() || !own_mode() || !found->second.settled) return 0;
+    Lease& lease = found->second;
+    if (!std::exchange(lease.used, true))
+        for (std::uint32_t i = 0; i < lease.hit; ++i) counters_.used[static_cast<std::size_t>(lease.source[i])]++;
+    if (!lease.write) return static_cast<std::uint32_t>(lease.path.size());
+
+    const Forest& forest = ledger_.forest();
+    const std::uint64_t full = std::min<std::uint64_t>(tokens, lease.tokens.size()) / config_.ledger.page_size;
+    const std::uint64_t last = std::min<std::uint64_t>(full, lease.rows.size());
+    for (auto i = static_cast<std::uint32_t>(lease.path.size()); i < last && lease.own[i]; ++i) {
+        const PageId above = i == 0 ? lease.root : lease.path[i - 1];
+        const Content written = content(lease, i);
+        PageId page = ledger_.child(above, written);
+        if (page == kNoPage) page = ledger_.add_page(above, written, key_below(lease, above, written));
+        // On its way for another lease: it may fail to come, and a pin below it would then protect nothing above it. Asked again by the
+        // next publish.
+        if (forest.at(page).state[0] == Residency::incoming) break;
+        if (forest.at(page).state[0] == Residency::none) {
+            ledger_.expect(Tier::gpu, page, lease.rows[i]);
+            ledger_.arrive(Tier::gpu, page, Tier::gpu);
+            lease.own[i] = 0;
+            ledger_.set_ready(page, ready);
+            queue_down(page);
+        } else {
+            counters_.duplicates++;  // the first writer won; this row stays the lease's own
+            save_again(page);
+        }
+        lease.path.push_back(page);
+        move_pin(lease);
+    }
+    return static_cast<std::uint32_t>(lease.path.size());
+}
+
+void Driver::release(double now, LeaseId id, Fence fence) {
+    ledger_.set_time(now_ = now);
+    const auto found = leases_.find(id);
+    if (found == leases_.end()) return;
+    Lease lease = std::move(found->second);
+    leases_.erase(found);
+    released_ = std::max(released_, fence);
+    if (!lease.settled)
+        for (std::uint32_t i = static_cast<std::uint32_t>(lease.path.size()); i-- > 0;)
+            if (const Row row = give_up_page(lease, id, i); row != kNoRow) ledger_.give_row(Tier::gpu, row);
+    for (std::size_t i = 0; i < lease.rows.size(); ++i)
+        if (lease.own[i]) ledger_.give_row(Tier::gpu, lease.rows[i]);
+    if (!lease.path.empty()) ledger_.used(lease.path.back());
+    const PageId pinned = lease.pinned;
+    ledger_.unpin(pinned);
+    if (!lease.settled)
+        for (std::size_t i = lease.path.size(); i-- > 0;) ledger_.retire(lease.path[i]);
+}
+
+}  // namespace kvstrata

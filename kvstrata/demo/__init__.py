@@ -1,0 +1,1 @@
+"""The demo: one text, five questions' worth of tiers, a table. `kvstrata demo` runs it; nothing else imports it."""

@@ -1,0 +1,83 @@
+"""R10: eviction from the GPU and the flush to RAM and disk need each other's rows; together they must not come to a standstill."""
+
+import random
+import threading
+import time
+
+from support import ByHand, begin, finish, prompt
+
+from kvstrata.cache import CacheFull
+
+
+def test_tiny_tiers_many_threads(open_cache, tmp_path):
+    cache = open_cache(gpu=7, cpu=2, disk=tmp_path / "disk", disk_bytes=1 << 20, load_deadline=1.0)
+    documents = [prompt(random.Random(seed).randint(1, 4) + 0.5, seed) for seed in range(12)]
+    end = time.monotonic() + 6
+    served, flushed, faults = [], [], []
+
+    def ask(seed):
+        rng = random.Random(seed)
+        try:
+            while time.monotonic() < end:
+                tokens = rng.choice(documents)
+                try:
+                    lease = begin(cache, tokens, timeout=rng.choice([0, 0.01, None]))
+                except CacheFull:
+                    time.sleep(0.001)  # an engine computes for others meanwhile
+                    continue
+                finish(cache, lease, tokens)
+                served.append(seed)
+        except BaseException as error:
+            faults.append(error)
+
+    def flush():
+        try:
+            while time.monotonic() < end:
+                flushed.append(cache.flush(0.05))
+        except BaseException as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=ask, args=(seed,), daemon=True) for seed in range(6)]
+    threads.append(threading.Thread(target=flush, daemon=True))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a thread hangs"
+    assert not faults
+    assert len(set(served)) == 6
+    assert cache.flush(20), "the flush never ends"
+    stats = cache.stats()
+    assert stats["disk_writes"] > 0
+    assert stats["gpu"]["evicted"] > 0
+    # Nothing is stuck: the whole pool can be had at once, and again.
+    for seed in range(3):
+        lease = cache.lease(prompt(7, seed=100 + seed), must=True)
+        lease.release()
+    started = time.monotonic()
+    assert cache.close(10)
+    assert time.monotonic() - started < 10
+
+
+def test_every_row_waits_for_the_disk():
+    """GPU full of pages being saved, RAM full of pages being written, and a disk that does not answer."""
+    hand = ByHand(gpu_rows=4, cpu_rows=4, disk=True, write_deadline=30.0, copy_deadline=30.0, retry_after=5.0)
+    old, new = prompt(4, seed=1), prompt(4, seed=2)
+    hand.release(hand.publish(old))
+    hand.finish_copies()  # two of four: half the slab may wait for the disk
+    hand.finish_ops(kind="grow")
+    assert [op[1] for op in hand.ops] == ["write"] * 2
+    assert hand.where(old) == [(2, 2, 1), (2, 2, 1), (2, 0, 0), (2, 0, 0)]
+    lease = hand.publish(new)  # the rest of the old pages goes unsaved: a request does not wait for the flush
+    assert hand.where(new) == [(2, 0, 0)] * 4
+    assert hand.driver.next_deadline() == 30.0
+    hand.now = 31.0
+    hand.step()  # the disk is ill by now, but the writes still borrow their rows
+    assert hand.stats()["timeouts"] == 2
+    hand.release(lease)
+    hand.finish_ops()  # late answers after all
+    hand.now = 40.0
+    hand.step()
+    hand.finish_all()
+    assert hand.where(new) == [(2, 2, 2)] * 4
+    assert hand.driver.idle()
