@@ -1,5 +1,6 @@
 """What an engine does to a cache on a SimDevice: everything it reads or writes goes through the compute queue, as kernels."""
 
+import time
 from typing import Any
 
 from support import fill, wrong
@@ -19,8 +20,10 @@ class SimEngine:
     def lease(self, tokens: Any, **options: Any) -> Lease:
         """Asks again until moves and other requests leave room. The rows that the lease will surely write are poisoned at once:
         who still reads or writes them is caught."""
+        end = time.monotonic() + 120
         while isinstance(lease := self.cache.lease(tokens, **options), CacheFull):
             assert not lease.never
+            assert time.monotonic() < end, "the pool stays full"
             self.device.synchronize()
             self.cache.flush(0.01)
         rows = self.cache._core.rows(lease._id)
