@@ -9,15 +9,10 @@
 #include <fstream>
 #include <limits>
 
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23
-#endif
-
 namespace kvstrata {
 namespace {
 
 constexpr std::size_t kBlock = 4096;
-constexpr std::size_t kSpareBytes = 256ull << 20;  // left to others while filling
 
 // What this process can ever have: physical memory, or the container's limit where that is smaller.
 std::uint64_t memory_limit() {
@@ -30,29 +25,10 @@ std::uint64_t memory_limit() {
     return limit;
 }
 
-// Memory that can be filled now without pushing anybody out. Unknown: all of it.
-std::uint64_t memory_available() {
-    std::ifstream file("/proc/meminfo");
-    std::string name;
-    std::uint64_t kib = 0;
-    while (file >> name >> kib) {
-        if (name == "MemAvailable:") return kib * 1024;
-        file.ignore(64, '\n');
-    }
-    return std::numeric_limits<std::uint64_t>::max();
-}
-
 std::string gib(std::uint64_t bytes) {
     char text[32];
     std::snprintf(text, sizeof text, "%.2f GiB", double(bytes) / double(1ull << 30));
     return text;
-}
-
-// Kernels before 5.14 cannot populate a range: touch every block with an atomic no-op, which loses no concurrent store.
-__attribute__((no_sanitize("thread"))) void touch(std::byte* chunk, std::size_t bytes) {
-    for (std::size_t at = 0; at < bytes; at += kBlock) {
-        __atomic_fetch_or(reinterpret_cast<unsigned char*>(chunk + at), 0, __ATOMIC_RELAXED);
-    }
 }
 
 }  // namespace
@@ -102,28 +78,12 @@ Slab::~Slab() {
     if (fd_ >= 0) ::close(fd_);
 }
 
-void Slab::start_prefault(ChunkHook hook) {
-    if (!filler_.joinable()) filler_ = std::thread([this, hook = std::move(hook)] { prefault(hook); });
+void Slab::start_prefault(Prefault::ChunkHook hook) {
+    if (!prefault_) prefault_ = std::make_unique<Prefault>(base_, bytes_, chunk_bytes_, std::move(hook));
 }
 
 void Slab::stop_prefault() {
-    stop_.store(true, std::memory_order_relaxed);
-    if (filler_.joinable()) filler_.join();
-}
-
-void Slab::prefault(const ChunkHook& hook) {
-    for (std::size_t at = 0; at < bytes_ && !stop_.load(std::memory_order_relaxed); at += chunk_bytes_) {
-        const std::size_t size = std::min(chunk_bytes_, bytes_ - at);
-        if (memory_available() < size + kSpareBytes) return;  // rows still work, each costs a fault; nobody is killed for our haste
-        int result = 0;
-        do {
-            result = madvise(base_ + at, size, MADV_POPULATE_WRITE);
-        } while (result != 0 && errno == EINTR);
-        if (result != 0 && errno != EINVAL) return;
-        if (result != 0) touch(base_ + at, size);
-        prefaulted_.store(at + size, std::memory_order_release);
-        if (hook) hook(base_ + at, size);
-    }
+    if (prefault_) prefault_->stop();
 }
 
 void Slab::poison(Row index) const { std::memset(row(index), int(kPoison), row_stride_); }

@@ -5,12 +5,10 @@
 // never cuts a row in two.
 #pragma once
 
-#include <atomic>
-#include <functional>
 #include <memory>
 #include <string>
-#include <thread>
 
+#include "prefault.hpp"
 #include "types.hpp"
 
 namespace kvstrata {
@@ -39,15 +37,12 @@ class Slab {
     std::size_t chunk_bytes() const { return chunk_bytes_; }
     int fd() const { return fd_; }  // -1 unless shared; owned by the slab
 
-    // Called on the background thread after each chunk is filled, in order; must not throw and must not call Python.
-    using ChunkHook = std::function<void(std::byte* chunk, std::size_t bytes)>;
-
-    // At most once. Contents are left as they are, so rows may be in use already.
-    void start_prefault(ChunkHook hook = {});
+    // At most once. Rows may be in use already.
+    void start_prefault(Prefault::ChunkHook hook = {});
     // Returns after the chunk in progress. The destructor does it too.
     void stop_prefault();
-    // [base, base + prefaulted_bytes) is filled. Stops growing before bytes() when stopped or when memory ran out.
-    std::size_t prefaulted_bytes() const { return prefaulted_.load(std::memory_order_acquire); }
+    // [base, base + prefaulted_bytes) is filled.
+    std::size_t prefaulted_bytes() const { return prefault_ ? prefault_->filled_bytes() : 0; }
 
     // Fills a row with a pattern no model writes; for tests that prove freed rows are never read.
     void poison(Row index) const;
@@ -55,7 +50,6 @@ class Slab {
 
    private:
     Slab() = default;
-    void prefault(const ChunkHook& hook);
 
     std::byte* base_ = nullptr;
     std::size_t bytes_ = 0;
@@ -63,9 +57,7 @@ class Slab {
     std::size_t chunk_bytes_ = 0;
     std::uint32_t rows_ = 0;
     int fd_ = -1;
-    std::atomic<std::size_t> prefaulted_{0};
-    std::atomic<bool> stop_{false};
-    std::thread filler_;
+    std::unique_ptr<Prefault> prefault_;
 };
 
 }  // namespace kvstrata

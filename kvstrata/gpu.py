@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstrata._core import copy_rows
+from kvstrata._core import Prefault, copy_rows
 from kvstrata.layout import PageLayout
 from kvstrata.machine import memory
 
@@ -117,9 +117,14 @@ class HostDevice(Device):
                 "lower kvc2.gpu_memory_size_GB"
             )
         try:
-            return torch.empty((rows, stride), dtype=torch.uint8, device="cpu")
+            data = torch.empty((rows, stride), dtype=torch.uint8, device="cpu")
         except RuntimeError as error:
             raise RuntimeError(f"no memory for a page pool of {rows * stride:,} bytes; lower kvc2.gpu_memory_size_GB") from error
+        self._filling = Prefault(data.numpy())  # else the first requests would pay for the page faults
+        return data
+
+    def close(self) -> None:
+        self._filling.stop()
 
     def mark_batch(self) -> int:
         self._batch += 1

@@ -5,7 +5,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from support import PAGE, prompt, serve, settle, tiny_identity
+from support import PAGE, prompt, serve, settle, tiny_identity, tiny_layout, until
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -48,6 +48,16 @@ def make_engine(open_cache, tmp_path):
         return Engine(model, Words(), open_cache(gpu=gpu, cpu=cpu, layout=layout, identity=tiny_identity(layout), **options))
 
     return make
+
+
+def test_the_pool_is_filled_before_it_is_used(open_cache):
+    """First touches of memory cost more than the copies of the first hits: a thread pays for them, and keeps what is there."""
+    layout = tiny_layout(page_size=256, layers=4, width=64)
+    cache = open_cache(gpu=64, cpu=0, layout=layout)
+    pool = cache.pool
+    pool.data[-1].fill_(7)
+    until(lambda: pool.backend._filling.filled_bytes == pool.data.nbytes, "the whole pool")
+    assert pool.data[-1].eq(7).all()
 
 
 def addresses(pool):

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../copy.hpp"
+#include "../prefault.hpp"
 
 using namespace kvstrata;
 
@@ -82,6 +83,25 @@ TEST_CASE("C9: a stop waits for one chunk only") {
     CHECK(filled >= 4096);
     slab->stop_prefault();
     CHECK(slab->prefaulted_bytes() == filled);
+}
+
+TEST_CASE("prefault: memory that begins within a page, and is in use already") {
+    std::vector<std::byte> memory(64 << 10, std::byte{0});
+    memory[100] = std::byte{1};
+    memory.back() = std::byte{2};
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::size_t filled = 0;
+    Prefault prefault(memory.data() + 100, memory.size() - 100, 10000, [&](std::byte*, std::size_t bytes) {
+        const std::lock_guard lock(mutex);
+        filled += bytes;
+        changed.notify_all();
+    });
+    std::unique_lock lock(mutex);
+    REQUIRE(changed.wait_for(lock, std::chrono::seconds(30), [&] { return filled == memory.size() - 100; }));
+    CHECK(prefault.filled_bytes() == filled);
+    CHECK(memory[100] == std::byte{1});
+    CHECK(memory.back() == std::byte{2});
 }
 
 TEST_CASE("slab: a shared one can be mapped a second time") {
