@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from file_systems import MIB, bad_sectors, ext4, fill_up, tmpfs
-from support import find_on_disk, flip
+from support import find_on_disk, flip, until
 from vllm_sim import PAGE, Clock, tokens_of
 
 from kvstrata.connect.vllm.copier import HostCopier
@@ -107,6 +107,7 @@ def test_pages_that_do_not_come(held):
     for _ in range(10):
         sim.step()
     assert "r2" in sim.finished, "and nobody else does"
+    until(lambda: sim.cache.stats()["disk_reads"] == 4, "the pages that there is room for")
     clock.now += 60
     sim.run()
     assert sim.cached[name] == (0, 4 * PAGE), "what came in time is used"
