@@ -63,9 +63,9 @@ void IoWorkers::hire(std::size_t count) {
         Worker& worker = workers[i];
         if (worker.alive) continue;
         if (worker.thread.joinable()) worker.thread.join();  // it has left, or is about to without needing the lock
+        worker.thread = std::thread([state = shared_from_this(), i] { state->work(i); });  // it waits for our lock
         worker.alive = true;
         worker.busy = false;
-        worker.thread = std::thread([state = shared_from_this(), i] { state->work(i); });
         pthread_setname_np(worker.thread.native_handle(), ("kvstrata-io-" + std::to_string(i)).c_str());
         --count;
     }
@@ -307,9 +307,13 @@ void IoWorkers::watch() {
 
 void IoWorkers::stand_in() {
     if (over) return;
-    if (const std::size_t missing = wanted() - std::min(wanted(), alive()); missing > 0) {
-        stats.replaced += missing;
-        hire(missing);
+    const std::size_t before = alive();
+    if (const std::size_t missing = wanted() - std::min(wanted(), before); missing > 0) {
+        try {
+            hire(missing);
+        } catch (...) {  // no thread to be had: tried again
+        }
+        stats.replaced += alive() - before;
     }
     const std::size_t hanging = hanging_flights();
     if (std::exchange(flights_known_to_hang, hanging) < hanging) wake.notify_all();

@@ -1,5 +1,6 @@
 // Threads that hang are stood in for; what the shelf learns in the background comes as news.
 #include <doctest/doctest.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -68,6 +69,28 @@ TEST_CASE("B16: reads that hang keep no other page waiting: their threads are st
     for (const std::size_t page : {0, 4, 8}) CHECK(hanging.good(page));
     while (bench.pool->stats().hanging > 0) std::this_thread::yield();
     CHECK(bench.pool->close(milliseconds{5000}) == 0);
+}
+
+TEST_CASE("B16: a stand-in for which there is no thread is tried again") {
+    HangingBench hanging({.threads = 2, .spare_threads = 8});
+    IoBench& bench = *hanging.bench;
+    pthread_attr_t before, huge;
+    REQUIRE(pthread_getattr_default_np(&before) == 0);
+    REQUIRE(pthread_attr_init(&huge) == 0);
+    REQUIRE(pthread_attr_setstacksize(&huge, std::size_t{1} << 47) == 0);  // more than the address space holds
+    REQUIRE(pthread_setattr_default_np(&huge) == 0);
+    for (const std::size_t page : {0, 4}) hanging.read(page);
+    hanging.gate->await(2);
+    std::this_thread::sleep_for(milliseconds{200});  // several attempts
+    CHECK(bench.pool->stats().replaced == 0);
+    REQUIRE(pthread_setattr_default_np(&before) == 0);
+    pthread_attr_destroy(&huge);
+    pthread_attr_destroy(&before);
+    const std::size_t answered = bench.inbox->size();
+    hanging.read(1);
+    REQUIRE(bench.inbox->wait(answered + 1));
+    CHECK(hanging.good(1));
+    CHECK(bench.pool->stats().replaced > 0);
 }
 
 TEST_CASE("B16: stand-ins are bounded, and close still returns in time") {
