@@ -160,7 +160,9 @@ int Directory::look(const std::vector<OwnedShelf>& ours, std::vector<Neighbour>&
         const auto owner = File::open(disk_, neighbour.path + "/owner", OpenMode::read, error);
         if (!owner && error == -ENOENT) continue;
         if (!owner) return error;
-        neighbour.alive = disk_->lock(owner->handle()) == -EWOULDBLOCK;  // else it ends with the file
+        error = disk_->lock(owner->handle());                   // ends with the file
+        if (error != 0 && error != -EWOULDBLOCK) return error;  // nobody knows whether it lives, and what limit it keeps to
+        neighbour.alive = error != 0;
         std::array<std::byte, 4096> block;
         for (int attempt = 0; attempt < kReadAgain; ++attempt) {
             if (attempt > 0) std::this_thread::sleep_for(std::chrono::milliseconds{1});
@@ -183,8 +185,12 @@ int Directory::make_shelf(OwnedShelf& into) {
         if (result != 0) return result;
         auto owner = File::open(disk_, path + "/owner", OpenMode::create_new, result);
         if (result == -EEXIST) continue;
-        if (!owner) return result;
-        if (result = disk_->lock(owner->handle()); result != 0) return result;
+        if (owner) result = disk_->lock(owner->handle());
+        if (result != 0) {  // it is tried again every second: nothing is left of each attempt
+            if (owner) disk_->remove(path + "/owner");
+            disk_->remove(path);
+            return result;
+        }
         into = {path, std::move(owner), std::make_shared<Changes>(disk_, path + "/changes")};
         shelves_changed();
         return 0;

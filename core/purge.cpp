@@ -146,7 +146,7 @@ class Purge {
     }
 
     void await_answers(std::uint64_t request) {
-        std::set<std::uint64_t> counted;
+        std::map<std::uint64_t, PurgeAnswer> answers;  // by home. Who takes another's shelf over meanwhile answers again, for both
         for (bool last = !asked_; !used_.empty() && !report_.cancelled && !last;) {
             last = left() == milliseconds{0};  // what was done meanwhile may have taken longer than the patience: look once
             if (!last) std::this_thread::sleep_for(milliseconds{10});
@@ -162,10 +162,11 @@ class Purge {
                 const auto home = all.find("shelves/" + hex64(owner));
                 if (home == all.end() || home->second->record.answer.request != request)
                     return !at->second->alive && inherit(*shelf);
-                if (counted.insert(owner).second) add(home->second->record.answer);
+                answers[owner] = home->second->record.answer;
                 return true;
             });
         }
+        for (const auto& [owner, answer] : answers) add(answer);
         if (asked_) disk_->truncate(requests_->handle(), 0);
     }
 

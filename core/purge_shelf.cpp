@@ -40,24 +40,36 @@ class SegmentPurge {
         kept_ += fate == Fate::keep;
         if (fate == Fate::nothing || fate == Fate::keep) return;
         if (!claims_) return empty(slot, state, fate);
-        const bool page = state == RecordState::page;
-        if (!claims_->claim(segment_.path(), slot, page ? &record.key : nullptr)) {
+        if (!claims_->claim(segment_.path(), slot, state == RecordState::page ? &record.key : nullptr)) {
             ++kept_;
-            const bool perhaps = page || state == RecordState::damaged;  // it may name a page that could not be read
-            report_.used_pages += perhaps;
-            report_.used_bytes += perhaps ? segment_.shape().slot_bytes() : 0;
+            count_used(slot, state, record, fate);
             return;
         }
-        // Only now it stands still.
-        Record now;
-        reader_.forget();
-        if (segment_.read_records(slot, {&now, 1}) == 1) {
-            state = segment_.judge(now, slot);
-            fate = decide(slot, state, now);
+        try {  // only now it stands still
+            Record now;
+            reader_.forget();
+            if (segment_.read_records(slot, {&now, 1}) == 1) {
+                state = segment_.judge(now, slot);
+                fate = decide(slot, state, now);
+            }
+            kept_ += fate == Fate::keep;
+            if (fate == Fate::drop || fate == Fate::clean) empty(slot, state, fate);
+        } catch (...) {
+            claims_->done(segment_.path(), slot);
+            throw;
         }
-        kept_ += fate == Fate::keep;
-        if (fate == Fate::drop || fate == Fate::clean) empty(slot, state, fate);
         claims_->done(segment_.path(), slot);
+    }
+
+    // A slot that could not be had. It may have been used again since its record was read: what is there now counts.
+    void count_used(std::uint32_t slot, RecordState state, const Record& record, Fate fate) {
+        Record now = record;
+        if (segment_.read_records(slot, {&now, 1}) == 1) state = segment_.judge(now, slot);
+        const bool leftover = fate == Fate::clean && now.key == record.key;  // of whatever page
+        const bool page = state == RecordState::page && (leftover || order_.drops(now.key, now.space, now.used()));
+        const bool perhaps = page || state == RecordState::damaged;  // it may name a page that could not be read
+        report_.used_pages += perhaps;
+        report_.used_bytes += perhaps ? segment_.shape().slot_bytes() : 0;
     }
 
     Fate decide(std::uint32_t slot, RecordState state, const Record& record) {

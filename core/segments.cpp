@@ -40,8 +40,8 @@ Segments::List::iterator Segments::least_valuable(List& among) const {
 }
 
 // Says in clear what the namespace is, before its first page; again whenever a segment is made, since a purge removes what no page uses.
-void Segments::name_namespace(std::uint64_t taken) {
-    if (config_.space_json.empty() || taken + Directory::kSlackBytes + config_.space_json.size() > config_.cap_bytes) return;
+void Segments::name_namespace(std::uint64_t taken, std::uint64_t cap) {
+    if (config_.space_json.empty() || taken + Directory::kSlackBytes + config_.space_json.size() > cap) return;
     directory_.write_namespace(config_.space, config_.space_json);
 }
 
@@ -77,7 +77,7 @@ OpStatus Segments::grow(std::vector<SlotRef>& into, int& error) {
         int result = directory_.taken_bytes(taken);
         if (result == 0) result = disk_->free_bytes(free);
         if (result != 0) return failed(result);
-        name_namespace(taken);
+        name_namespace(taken, owners.cap);
         // What others want of their shares is not taken from them.
         const std::uint64_t holds = allocated_bytes();
         const bool within_share = holds == 0 || holds + plan_.bytes <= owners.share();

@@ -44,7 +44,7 @@ class Segments {
     void note_uses(std::vector<SlotUse> uses);
     // As the shelf says (segments_purge.cpp).
     void purge(PurgeOrder order, ShelfClaims& claims, PurgeReport& report);
-    void answer(const PurgeAnswer& answer);
+    void answer(PurgeAnswer answer);
     bool still_asked(std::uint64_t request) const { return read_request(disk_).id == request; }
     std::vector<std::string> own_shelves();
     // Other processes (segments_shared.cpp), as the shelf says.
@@ -111,7 +111,7 @@ class Segments {
     std::string lock_trouble(int error) const;
     void load(const OwnedShelf& shelf, ToldSegments told, ShelfNews& news);
     int shrink();
-    void name_namespace(std::uint64_t taken);
+    void name_namespace(std::uint64_t taken, std::uint64_t cap);
     void write_descriptions();
     void write_uses();
     void drop_empty_shelves();
@@ -163,8 +163,9 @@ class Segments {
     int wanted_for_ = 0;             // polls since
     std::uint64_t keeps_to_;         // the cap
     OwnerRecord record_;             // as it was written last
-    PurgeAnswer answer_;
-    std::uint64_t request_ = 0;  // the latest that we saw
+    PurgeAnswer answer_;             // as others read it: none, when a shelf was taken over since
+    PurgeAnswer answered_;           // the latest that was given
+    std::uint64_t request_ = 0;      // the latest that we saw
     std::vector<FoundPage> found_;
     std::vector<SlotRef> empty_;
 

@@ -118,10 +118,12 @@ void Segments::write_descriptions() {
     const Grip grip(*this);
     const Directory::Hold hold(directory_, std::chrono::milliseconds{1500});
     std::uint64_t taken = 0;
-    if (hold.error != 0 || directory_.taken_bytes(taken) != 0) return;
+    std::vector<Neighbour> neighbours;
+    if (hold.error != 0 || directory_.taken_bytes(taken) != 0 || directory_.look(owned_, neighbours) != 0) return;
+    const std::uint64_t cap = owners_of(neighbours).cap;
     for (const auto& [space, json] : left) {
         taken += Directory::kSlackBytes;
-        if (taken <= config_.cap_bytes) directory_.write_namespace(space, json);
+        if (taken <= cap) directory_.write_namespace(space, json);
     }
 }
 

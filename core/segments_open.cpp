@@ -40,6 +40,8 @@ std::string Segments::open() {
         if (hold.error != 0) return lock_trouble(hold.error);
         error = directory_.adopt(owned_);
         adopted = owned_.size();
+        // What is asked just now was meant for those who were there. Their shelves are ours now, if we took over any.
+        if (adopted == 0) request_ = read_request(disk_).id;
         if (error == 0) take_home();
     }
     if (error != 0) return sentence(std::string("its shelves cannot be listed: ") + std::strerror(-error), kOtherDirectory);
@@ -153,7 +155,7 @@ int Segments::shrink() {
     std::uint64_t taken = 0;
     if (const int error = directory_.taken_bytes(taken); error != 0) return error;
     std::vector<Neighbour> neighbours;
-    directory_.look(owned_, neighbours);
+    if (const int error = directory_.look(owned_, neighbours); error != 0) return error;
     const Owners owners = owners_of(neighbours);
     keeps_to_ = stats_.cap_bytes = owners.cap;
     stats_.owners = owners.count;
@@ -182,7 +184,7 @@ int Segments::shrink() {
         std::erase_if(empty_, [&](const SlotRef& slot) { return !segments_[slot.segment]; });
     }
     news_left_.store(rebuilds_.size(), std::memory_order_relaxed);
-    name_namespace(taken);
+    name_namespace(taken, owners.cap);
     return 0;
 }
 

@@ -74,6 +74,13 @@ void Segments::purge(PurgeOrder order, ShelfClaims& claims, PurgeReport& report)
 void Segments::purge_one(const OwnedShelf& shelf, const DirEntry& file, const PurgeOrder& order, ShelfClaims& claims,
                          PurgeReport& report, const std::function<bool()>& go_on) {
     const std::string path = shelf.path + "/" + file.name;
+    struct Purged {  // whatever becomes of it
+        ~Purged() {
+            const std::unique_lock lock(segments.mutex_);
+            segments.purged_.reset();
+        }
+        Segments& segments;
+    } purged{*this};
     std::map<std::string, std::uint32_t> number;
     std::shared_ptr<Segment> segment;
     const auto end = std::chrono::steady_clock::now() + kGripPatience;
@@ -101,8 +108,6 @@ void Segments::purge_one(const OwnedShelf& shelf, const DirEntry& file, const Pu
     Claims by_file(std::move(number), segment != nullptr, claims);
     purge_segment(disk_, shelf, file, order, &by_file, report, go_on);
     if (segment) segment->tell();
-    const std::unique_lock lock(mutex_);
-    purged_.reset();
 }
 
 // What waits to be rebuilt holds pages that nobody can name before.
@@ -143,10 +148,18 @@ void Segments::give_back_to(std::uint64_t bytes, ShelfClaims& claims, PurgeRepor
     }
 }
 
-void Segments::answer(const PurgeAnswer& answer) {
+// Carried out a second time, on shelves that were taken over since: who asked hears of both together.
+void Segments::answer(PurgeAnswer answer) {
     const Grip grip(*this, kGripPatience);
     if (!grip) return;  // who asked counts what he finds
-    answer_ = answer;
+    if (answer.request == answered_.request) {
+        answer.pages += answered_.pages;
+        answer.bytes += answered_.bytes;
+        answer.leftovers += answered_.leftovers;
+        answer.segments += answered_.segments;
+        answer.freed += answered_.freed;
+    }
+    answer_ = answered_ = answer;
     write_record();
 }
 

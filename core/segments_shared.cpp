@@ -16,6 +16,7 @@ namespace {
 constexpr unsigned kPollsPerLook = 4;           // a look takes the directory's lock and asks who lives
 constexpr int kWantPolls = 40;                  // so long a wish is heard that nobody repeats
 constexpr std::size_t kPagesPerPoll = 1 << 15;  // told of at once, on top of one segment
+constexpr int kTellAgain = 3;  // half a record tells nothing, and with it goes the limit that others are to keep to
 constexpr std::chrono::milliseconds kPollPatience{50};
 constexpr std::chrono::milliseconds kAwait{1000};
 constexpr std::chrono::milliseconds kAwaitStep{10};
@@ -53,7 +54,6 @@ void Segments::take_home() {
         owned_.push_back(std::move(made));
     }
     record_ = {};
-    request_ = read_request(disk_).id;  // it was meant for those who were there
     write_record();
 }
 
@@ -70,7 +70,10 @@ void Segments::write_record() {
     for (const OwnedShelf& shelf : owned_) {
         // Elsewhere it only says where to look for it.
         if (&shelf != &owned_.front() && now.home == record_.home) break;
-        if (write_owner(*shelf.owner, now) != 0) return;
+        int error = 0;
+        for (int attempt = 0; attempt < kTellAgain && (error = write_owner(*shelf.owner, now)) != 0; ++attempt) {
+        }
+        if (error != 0) return;
         shelf.changes->bump(0);
     }
     record_ = now;
@@ -325,24 +328,38 @@ void Segments::keep_to(const Owners& owners, ShelfNews& news) {
 // The least valuable of our segments. Operations that use it end on a file without a name. Bytes, or 0: nothing could be given.
 std::uint64_t Segments::give_back(ShelfNews& news) {
     std::shared_ptr<Segment> victim;
+    List* from = nullptr;
+    std::uint32_t index = kNoSegment;
     {
         const std::unique_lock lock(mutex_);
         std::shared_ptr<Segment>* least = nullptr;
         for (List* list : {&others_, &damaged_, &segments_}) {
-            for (auto& segment : *list)
-                if (segment && segment->ours() && rank(segment).first < 2 && (!least || rank(segment) < rank(*least)))
-                    least = &segment;
+            for (auto& segment : *list) {
+                if (!segment || !segment->ours() || rank(segment).first == 2 || (least && rank(segment) >= rank(*least))) continue;
+                least = &segment;
+                from = list;
+            }
         }
         if (!least) return 0;
         victim = *least;
-        if (const auto place = std::ranges::find(segments_, victim); place != segments_.end()) {
-            place->reset();
-            news.vanished.push_back(std::uint32_t(place - segments_.begin()));
-        }
-        std::erase(others_, victim);
-        std::erase(damaged_, victim);
+        if (from == &segments_) index = std::uint32_t(least - segments_.data());
+        if (from == &segments_)
+            least->reset();
+        else
+            std::erase(*from, victim);
     }
-    return remove(victim) == 0 ? victim->file_bytes() : 0;
+    if (remove(victim) == 0) {
+        if (index != kNoSegment) news.vanished.push_back(index);
+        return victim->file_bytes();
+    }
+    // It keeps its file, and so its pages.
+    const std::unique_lock lock(mutex_);
+    if (closed_) return 0;
+    if (index != kNoSegment)
+        segments_[index] = victim;
+    else
+        from->push_back(victim);
+    return 0;
 }
 
 }  // namespace kvstrata

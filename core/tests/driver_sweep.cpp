@@ -11,7 +11,8 @@ using namespace kvstrata::testing;
 
 namespace {
 
-constexpr std::uint64_t kCap = 200 * 1024;  // four segments of four slots
+constexpr std::uint64_t kCap = 200 * 1024;   // four segments of four slots
+constexpr std::uint64_t kLess = 160 * 1024;  // three
 constexpr std::uint32_t kPrompts = 9;
 
 // Three pages, the first of which another prompt has too.
@@ -43,6 +44,22 @@ void play(World& world) {
     again.close();
 }
 
+// Two processes at once, configured with different limits: the smaller one rules while both live.
+void play_two_limits(World& world) {
+    world.cap_bytes = kLess;
+    Process less(world);
+    less.serve(prompt(0));
+    world.cap_bytes = kCap;
+    Process more(world);
+    for (const std::int32_t number : {1, 2, 3, 0}) more.serve(prompt(number));
+    less.serve(prompt(4));
+    for (const std::int32_t number : {5, 6, 4}) more.serve(prompt(number));
+    if (less.alive()) CHECK(world.medium->peak_bytes() <= kLess);
+    less.kill();
+    for (const std::int32_t number : {7, 8, 0, 1}) more.serve(prompt(number));
+    more.close();
+}
+
 // The disk is well again: what was acknowledged is there, what is there is exact, and what is published next survives.
 void check_well(World& world, bool all_kept) {
     world.medium->set_faults({});
@@ -72,10 +89,13 @@ struct Counts {
     std::uint64_t operations = 0;  // of shelves
 };
 
-Counts without_trouble() {
+using Scenario = void (*)(World&);
+constexpr Scenario kScenarios[] = {play, play_two_limits};
+
+Counts without_trouble(Scenario scenario) {
     World world = world_on(1);
     world.medium->set_faults({});
-    play(world);
+    scenario(world);
     const Counts counts{world.medium->operations(), world.operations};
     CHECK(world.evicted > 3);
     CHECK(world.loaded > 3);
@@ -87,21 +107,23 @@ Counts without_trouble() {
 }  // namespace
 
 TEST_CASE("driver sweep: each call of the file system fails or is cut short, once or from there on") {
-    const std::uint64_t calls = without_trouble().calls;
-    CHECK(calls > 150);
-    for (const int error : {EIO, ENOSPC, EROFS}) {
-        for (const bool and_after : {false, true}) {
-            for (const bool shorten : {false, true}) {
-                if (shorten && error != EIO) continue;
-                for (std::uint64_t n = 1; n <= calls; ++n) {
-                    CAPTURE(n);
-                    CAPTURE(error);
-                    CAPTURE(and_after);
-                    CAPTURE(shorten);
-                    World world = world_on(n);
-                    world.medium->set_faults({.fail_at = n, .and_after = and_after, .error = error, .shorten = shorten});
-                    play(world);
-                    check_well(world, true);
+    for (const Scenario scenario : kScenarios) {
+        const std::uint64_t calls = without_trouble(scenario).calls;
+        CHECK(calls > 150);
+        for (const int error : {EIO, ENOSPC, EROFS}) {
+            for (const bool and_after : {false, true}) {
+                for (const bool shorten : {false, true}) {
+                    if (shorten && error != EIO) continue;
+                    for (std::uint64_t n = 1; n <= calls; ++n) {
+                        CAPTURE(n);
+                        CAPTURE(error);
+                        CAPTURE(and_after);
+                        CAPTURE(shorten);
+                        World world = world_on(n);
+                        world.medium->set_faults({.fail_at = n, .and_after = and_after, .error = error, .shorten = shorten});
+                        scenario(world);
+                        check_well(world, true);
+                    }
                 }
             }
         }
@@ -109,32 +131,36 @@ TEST_CASE("driver sweep: each call of the file system fails or is cut short, onc
 }
 
 TEST_CASE("driver sweep: the power goes at each call; sectors are lost, old or torn") {
-    const std::uint64_t calls = without_trouble().calls;
-    for (std::uint64_t n = 1; n <= calls; ++n) {
-        for (std::uint64_t seed = 0; seed < 3; ++seed) {
-            CAPTURE(n);
-            CAPTURE(seed);
-            World world = world_on(n);
-            world.medium->set_faults({.fail_at = n, .and_after = true});
-            play(world);
-            world.medium->crash(n * 1000 + seed);
-            check_well(world, false);
+    for (const Scenario scenario : kScenarios) {
+        const std::uint64_t calls = without_trouble(scenario).calls;
+        for (std::uint64_t n = 1; n <= calls; ++n) {
+            for (std::uint64_t seed = 0; seed < 3; ++seed) {
+                CAPTURE(n);
+                CAPTURE(seed);
+                World world = world_on(n);
+                world.medium->set_faults({.fail_at = n, .and_after = true});
+                scenario(world);
+                world.medium->crash(n * 1000 + seed);
+                check_well(world, false);
+            }
         }
     }
 }
 
 TEST_CASE("driver sweep: each operation is answered late, happens late, or hangs until its process has ended") {
-    const std::uint64_t operations = without_trouble().operations;
-    CHECK(operations > 30);
-    for (const World::Delay delay : {World::Delay::answer, World::Delay::effect, World::Delay::end}) {
-        for (std::uint64_t n = 1; n <= operations; ++n) {
-            CAPTURE(n);
-            CAPTURE(int(delay));
-            World world = world_on(n);
-            world.delay = delay;
-            world.delayed = n;
-            play(world);
-            check_well(world, true);
+    for (const Scenario scenario : kScenarios) {
+        const std::uint64_t operations = without_trouble(scenario).operations;
+        CHECK(operations > 30);
+        for (const World::Delay delay : {World::Delay::answer, World::Delay::effect, World::Delay::end}) {
+            for (std::uint64_t n = 1; n <= operations; ++n) {
+                CAPTURE(n);
+                CAPTURE(int(delay));
+                World world = world_on(n);
+                world.delay = delay;
+                world.delayed = n;
+                scenario(world);
+                check_well(world, true);
+            }
         }
     }
 }

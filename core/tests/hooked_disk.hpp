@@ -114,7 +114,7 @@ class HookedCalls final : public Disk {
     int make_directory(const std::string& path) override { return inner_->make_directory(path); }
     int remove(const std::string& path) override {
         if (on_remove) std::exchange(on_remove, {})(path);
-        return inner_->remove(path);
+        return remove_error != 0 && path.ends_with(".kvs") ? remove_error : inner_->remove(path);
     }
     int rename(const std::string& from, const std::string& to) override { return inner_->rename(from, to); }
     int list(const std::string& path, std::vector<DirEntry>& into) override {
@@ -129,6 +129,7 @@ class HookedCalls final : public Disk {
     std::function<int(const std::string&, OpenMode)> on_open;
     std::function<void(const std::string&)> on_remove;
     std::function<void()> on_list, on_shelves, on_allocate, on_read;
+    int remove_error = 0;  // of segments
 
    private:
     std::shared_ptr<Disk> inner_;

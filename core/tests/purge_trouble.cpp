@@ -2,6 +2,7 @@
 #include <doctest/doctest.h>
 
 #include <atomic>
+#include <cerrno>
 #include <future>
 
 #include "../disk_sim.hpp"
@@ -35,15 +36,34 @@ struct Claims : ShelfClaims {
     bool claim(SlotRef, const Key*) override {
         ++claimed;
         if (on_claim) on_claim();
-        return true;
+        return grants;
     }
-    void done(SlotRef) override {}
-    void retired(std::uint32_t) override {}
+    void done(SlotRef) override { ++given_back; }
+    void retired(std::uint32_t segment) override { gone.push_back(segment); }
     bool over() const override { return ended; }
     std::function<void()> on_claim;
-    std::uint32_t claimed = 0;
-    bool ended = false;
+    std::uint32_t claimed = 0, given_back = 0;
+    std::vector<std::uint32_t> gone;
+    bool ended = false, grants = true;
 };
+
+// What a process does when it is asked, as its runtime would. False: it heard of nothing.
+bool carry_out(Writer& owner) {
+    PurgeRequest asked;
+    for (int i = 0; i < 4 && asked.id == 0; ++i) asked = owner.shelf->poll().purge;
+    if (asked.id == 0) return false;
+    Claims claims;
+    PurgeReport report;
+    owner.shelf->purge(asked.order, claims, report);
+    owner.shelf->answer({.request = asked.id, .pages = report.pages, .bytes = report.bytes, .leftovers = report.leftovers});
+    return true;
+}
+
+ShelfConfig config_with(std::uint64_t seed) {
+    ShelfConfig config = shelf_config(kCap);
+    config.seed = seed;
+    return config;
+}
 
 }  // namespace
 
@@ -97,6 +117,120 @@ TEST_CASE("purge: by an owner that is closed meanwhile: it stops at the next slo
         CHECK(report.pages == 2);
         owned.owner->shelf->close();
         CHECK(owned.left() == kPages - 2);  // while the one who owned it is still there
+    }
+}
+
+TEST_CASE("purge: a shelf that an owner takes over after it has answered is purged and counted too") {
+    Owned owned;
+    auto heir = std::make_unique<Writer>(owned.medium->attach(), config_with(8));
+    REQUIRE(heir->grow() == OpStatus::ok);
+    for (std::uint32_t i = 0; i < 3; ++i) REQUIRE(heir->write(heir->empty[i], FingerprintPage(10 + i)) == OpStatus::ok);
+    int round = 0;
+    const Progress meanwhile = [&](std::uint64_t, std::uint64_t) {  // asked before each look at the answers
+        if (++round == 1) CHECK(carry_out(*heir));
+        if (round == 2) {
+            owned.owner.reset();
+            CHECK(carry_out(*heir));
+        }
+        return true;
+    };
+    const PurgeReport report = purge(owned.medium->attach(), {}, meanwhile, {}, kLong);
+    CHECK(round == 2);
+    CHECK(report.pages == kPages + 3);
+    CHECK(report.used_shelves == 0);
+    CHECK(report.unanswered == 0);
+    heir.reset();
+    CHECK(owned.left() == 0);
+}
+
+TEST_CASE("purge: a process that starts and takes over a shelf whose owner was asked carries it out") {
+    Owned owned;
+    std::unique_ptr<Writer> heir;
+    const Progress meanwhile = [&](std::uint64_t, std::uint64_t) {
+        if (heir) return true;
+        owned.owner.reset();
+        heir = std::make_unique<Writer>(owned.medium->attach(), config_with(8));
+        CHECK(carry_out(*heir));
+        return true;
+    };
+    const PurgeReport report = purge(owned.medium->attach(), {}, meanwhile, {}, milliseconds{2000});
+    CHECK(report.pages == kPages);
+    CHECK(report.unanswered == 0);
+}
+
+TEST_CASE("purge: a process that finds room for a shelf only after it was asked carries it out") {
+    Owned owned;
+    bool full = true;
+    const auto hooks = std::make_shared<HookedCalls>(owned.medium->attach());
+    hooks->on_open = [&](const std::string&, OpenMode mode) { return full && mode == OpenMode::create_new ? -ENOSPC : 0; };
+    Writer other(hooks, config_with(8));
+    REQUIRE_MESSAGE(other.shelf, other.error);
+    REQUIRE(other.shelf->own_shelves().empty());
+    full = false;
+    bool heard = false;
+    const Progress meanwhile = [&](std::uint64_t, std::uint64_t) {
+        for (int i = 0; i < 4 && !heard; ++i) heard = other.shelf->poll().purge.id != 0;
+        return carry_out(*owned.owner);
+    };
+    purge(owned.medium->attach(), {}, meanwhile, {}, kLong);
+    CHECK(heard);
+    CHECK(other.shelf->own_shelves().size() == 1);
+}
+
+TEST_CASE("purge: one that throws leaves no slot claimed, and no segment that can never be given back") {
+    Owned owned;
+    Claims claims;
+    claims.on_claim = [] { throw std::bad_alloc(); };
+    PurgeReport report;
+    CHECK_THROWS_AS(owned.owner->shelf->purge({}, claims, report), std::bad_alloc);
+    PurgeOrder order;
+    order.kind = PurgeOrder::Kind::to_size;
+    claims.on_claim = {};
+    owned.owner->shelf->purge(order, claims, report);
+    CHECK(report.segments == 2);
+    CHECK(owned.owner->shelf->allocated_bytes() == 0);
+}
+
+TEST_CASE("purge: a segment whose file cannot be removed keeps its pages") {
+    Owned owned;
+    owned.owner.reset();
+    const auto hooks = std::make_shared<HookedCalls>(owned.medium->attach());
+    Writer owner(hooks, shelf_config(kCap));
+    REQUIRE(owner.found.size() == kPages);
+    hooks->remove_error = -EIO;
+    Claims claims;
+    PurgeReport report;
+    PurgeOrder order;
+    order.kind = PurgeOrder::Kind::to_size;
+    owner.shelf->purge(order, claims, report);
+    CHECK(report.segments == 0);
+    CHECK(claims.gone.empty());
+    CHECK(served(owner, 0, kPages) == kPages);
+    hooks->remove_error = 0;
+    owner.shelf->purge(order, claims, report);
+    CHECK(report.segments == 2);
+    CHECK(claims.gone.size() == 2);
+    CHECK(owner.shelf->allocated_bytes() == 0);
+}
+
+TEST_CASE("purge: a slot that another page came into meanwhile does not count as in use") {
+    for (const bool named : {false, true}) {
+        CAPTURE(named);
+        Owned owned;
+        Claims claims;
+        claims.grants = false;
+        claims.on_claim = [&] {
+            if (claims.claimed > 1) return;
+            const FingerprintPage other(50, named ? key_of(0x11) : key_of(0x12));
+            REQUIRE(owned.owner->write(owned.owner->empty[0], other) == OpStatus::ok);
+        };
+        PurgeOrder order;
+        order.kind = PurgeOrder::Kind::spaces;
+        order.keys.insert(key_of(0x11));
+        PurgeReport report;
+        owned.owner->shelf->purge(order, claims, report);
+        CHECK(report.used_pages == (named ? kPages : kPages - 1));
+        CHECK(report.used_bytes == report.used_pages * kSlotBytes);
     }
 }
 

@@ -1,7 +1,9 @@
 // One cap over processes that live at the same time: each to its share when room is short, and the smallest cap rules.
 #include <algorithm>
+#include <cerrno>
 #include <thread>
 
+#include "hooked_disk.hpp"
 #include "neighbour.hpp"
 
 using namespace kvstrata;
@@ -116,6 +118,31 @@ TEST_CASE("sharing: who does not acknowledge a lower cap in time is counted, and
     }
     second.serve({1});
     CHECK(second.own() == 1);
+}
+
+TEST_CASE("sharing: descriptions of namespaces keep to the smallest cap too") {
+    const auto medium = SimMedium::make(1);
+    Resident small(medium, kCap / 2, 7);
+    Resident large(medium, kCap, 8);
+    fill(small, 1000);
+    for (std::uint8_t i = 0; i < 200; ++i) large.shelf->describe(key_of(i), "{}\n");
+    large.shelf->check_files();
+    CHECK(medium->allocated_bytes() <= kCap / 2);
+}
+
+TEST_CASE("sharing: a shelf that cannot be made, again and again, leaves nothing behind") {
+    const auto medium = SimMedium::make(1);
+    const auto hooks = std::make_shared<HookedCalls>(medium->attach());
+    hooks->on_open = [](const std::string&, OpenMode mode) { return mode == OpenMode::create_new ? -ENOSPC : 0; };
+    Writer writer(hooks, shelf_config(kCap));
+    REQUIRE_MESSAGE(writer.shelf, writer.error);
+    const std::uint64_t before = medium->allocated_bytes();
+    for (int i = 0; i < 40; ++i) writer.shelf->poll();
+    CHECK(writer.grow() != OpStatus::ok);
+    CHECK(medium->allocated_bytes() <= before);
+    std::vector<DirEntry> shelves;
+    medium->attach()->list("shelves", shelves);
+    CHECK(shelves.empty());
 }
 
 TEST_CASE("sharing: a shelf in which nothing was stored goes with its owner") {
