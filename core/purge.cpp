@@ -3,10 +3,12 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <deque>
 #include <map>
 #include <optional>
 #include <set>
 #include <thread>
+#include <utility>
 
 #include "survey.hpp"
 
@@ -56,8 +58,8 @@ class Purge {
             report_.failed(before.error, ".");
             return report_;
         }
-        const std::uint64_t from = ours_.empty() ? 0 : std::strtoull(ours_.front().c_str(), nullptr, 16);
-        PurgeRequest request{.id = directory_.random() | 1, .from = from, .order = order_};
+        PurgeRequest request = new_request();
+        request.order = order_;
         if (order_.kind == PurgeOrder::Kind::prefix) add_continuations(disk_, before, order_);
         for (const ShelfSurvey& shelf : before.shelves) take(shelf);
         const bool to_size = order_.kind == PurgeOrder::Kind::to_size;
@@ -74,6 +76,9 @@ class Purge {
             }
         }
         await_answers(request.id);
+        ask_for_the_rest();
+        take_back();
+        for (const auto& [owner, answer] : answers_) add(answer);
         if (!to_size || asked_) report_.unanswered = used_.size();
         for (const ShelfSurvey* shelf : used_) count_used(*shelf);
         if (partly_asked_) report_.used_pages += pages_among(disk_, before, order_.keys).size();
@@ -115,6 +120,11 @@ class Purge {
         return error;
     }
 
+    PurgeRequest new_request() {
+        const std::uint64_t from = ours_.empty() ? 0 : std::strtoull(ours_.front().c_str(), nullptr, 16);
+        return {.id = directory_.random() | 1, .from = from, .order = {}};
+    }
+
     // The owners that live. They look within a second, and answer when they have done it.
     void ask(PurgeRequest& request, int error) {
         if (used_.empty()) return;
@@ -132,6 +142,41 @@ class Purge {
             });
         }
         if (error != 0) report_.failed(error, PurgeRequest::kPath);
+    }
+
+    // Where there was no room to name all pages of a prefix, who looked late found the links to some of them gone: those that are left are
+    // asked for by their own names, as many at a time as there is room for, as long as that helps.
+    void ask_for_the_rest() {
+        for (std::size_t before = order_.keys.size() + 1; partly_asked_ && used_.empty() && !report_.cancelled;) {
+            const Survey& now = later_.emplace_back(survey(disk_, lock_left_));
+            const std::set<Key, KeyOrder> rest = pages_among(disk_, now, order_.keys);
+            partly_asked_ = !rest.empty();
+            if (rest.size() >= before || rest.empty() || left() == milliseconds{0}) return;
+            before = rest.size();
+            for (const ShelfSurvey& shelf : now.shelves) {
+                Survey one;
+                one.shelves.push_back(shelf);
+                if (shelf.alive && !owned_by_us(shelf) && !pages_among(disk_, one, rest).empty()) used_.push_back(&shelf);
+            }
+            if (used_.empty()) return;
+            PurgeRequest request = new_request();
+            request.order.kind = PurgeOrder::Kind::prefix;
+            const int error = with_lock([&] {
+                std::size_t count = rest.size();
+                while (!has_room(count)) count /= 2;
+                request.order.keys = {rest.begin(), std::next(rest.begin(), std::ptrdiff_t(count))};
+                const int written = write_request(*requests_, request);
+                if (written == 0) directory_.shelves_changed();
+                return written;
+            });
+            if (error != 0) return report_.failed(error, PurgeRequest::kPath);
+            await_answers(request.id);
+        }
+    }
+
+    bool owned_by_us(const ShelfSurvey& shelf) const {
+        return std::ranges::find(ours_, shelf.id) != ours_.end() ||
+               std::ranges::any_of(owned_, [&](const OwnedShelf& owned) { return owned.path == "shelves/" + shelf.id; });
     }
 
     bool has_room(std::size_t keys) {
@@ -166,7 +211,13 @@ class Purge {
                 return true;
             });
         }
-        for (const auto& [owner, answer] : answers) add(answer);
+        for (const auto& [owner, answer] : answers) {
+            const PurgeAnswer before = std::exchange(answers_[owner], answer);
+            answers_[owner].also_did(before);
+        }
+    }
+
+    void take_back() {
         if (asked_) disk_->truncate(requests_->handle(), 0);
     }
 
@@ -292,8 +343,10 @@ class Purge {
     milliseconds lock_left_;
     Directory directory_;
     std::vector<OwnedShelf> owned_;
-    std::vector<const ShelfSurvey*> used_;  // of processes that live
-    std::shared_ptr<File> requests_;        // locked, to the end
+    std::vector<const ShelfSurvey*> used_;          // of processes that live
+    std::shared_ptr<File> requests_;                // locked, to the end
+    std::deque<Survey> later_;                      // `used_` may be of these
+    std::map<std::uint64_t, PurgeAnswer> answers_;  // of all that was asked, by home
     bool asked_ = false;
     bool partly_asked_ = false;  // some keys of the order were not written down
     std::uint64_t done_ = 0, total_ = 0;

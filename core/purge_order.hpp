@@ -44,6 +44,14 @@ struct PurgeAnswer {
     std::uint64_t pages = 0, bytes = 0, leftovers = 0, segments = 0, freed = 0;
     std::uint64_t used_pages = 0, used_bytes = 0;  // that it had to keep: on disk, and copies in memory
     std::uint64_t failures = 0;
+    // What it had done before it was asked again; what it had to keep it tells again.
+    void also_did(const PurgeAnswer& before) {
+        pages += before.pages;
+        bytes += before.bytes;
+        leftovers += before.leftovers;
+        segments += before.segments;
+        freed += before.freed;
+    }
     friend bool operator==(const PurgeAnswer&, const PurgeAnswer&) = default;
 };
 

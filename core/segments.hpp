@@ -144,7 +144,8 @@ class Segments {
     void read_shared(const std::string& shelf, std::uint32_t number, const DirEntry* file, ShelfNews& news);
     bool adopt_now(const std::string& shelf, ShelfNews& news);
     void keep_to(const Owners& owners, ShelfNews& news);
-    std::uint64_t give_back(ShelfNews& news);
+    std::uint64_t give_back(ShelfNews& news, PurgeReport* report = nullptr);
+    void count_pages(const Segment& segment, PurgeReport& into) const;
     void give_back_to(std::uint64_t bytes, ShelfClaims& claims, PurgeReport& report);
     void purge_one(const OwnedShelf& shelf, const DirEntry& file, const PurgeOrder& order, ShelfClaims& claims, PurgeReport& report,
                    const std::function<bool()>& go_on);

@@ -139,7 +139,7 @@ void Segments::give_back_to(std::uint64_t bytes, ShelfClaims& claims, PurgeRepor
     const std::uint64_t share = (bytes - std::min(bytes, rest)) / owners_of(neighbours).count;
     while (taken > bytes && allocated_bytes() > share && !claims.over()) {
         ShelfNews news;
-        const std::uint64_t freed = give_back(news);
+        const std::uint64_t freed = give_back(news, &report);
         if (freed == 0) return;
         for (const std::uint32_t segment : news.vanished) claims.retired(segment);
         ++report.segments;
@@ -148,17 +148,21 @@ void Segments::give_back_to(std::uint64_t bytes, ShelfClaims& claims, PurgeRepor
     }
 }
 
+void Segments::count_pages(const Segment& segment, PurgeReport& into) const {
+    SegmentFile file(disk_, segment.path(), segment.file_bytes());
+    if (file.open() != 0 || file.state() != HeaderState::sound) return;
+    file.for_each([&](std::uint32_t, RecordState state, const Record&, std::uint32_t) {
+        into.pages += state == RecordState::page;
+        into.bytes += state == RecordState::page ? file.shape().slot_bytes() : 0;
+        return true;
+    });
+}
+
 // Carried out a second time, on shelves that were taken over since: who asked hears of both together.
 void Segments::answer(PurgeAnswer answer) {
     const Grip grip(*this, kGripPatience);
     if (!grip) return;  // who asked counts what he finds
-    if (answer.request == answered_.request) {
-        answer.pages += answered_.pages;
-        answer.bytes += answered_.bytes;
-        answer.leftovers += answered_.leftovers;
-        answer.segments += answered_.segments;
-        answer.freed += answered_.freed;
-    }
+    if (answer.request == answered_.request) answer.also_did(answered_);
     answer_ = answered_ = answer;
     write_record();
 }

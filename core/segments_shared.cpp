@@ -8,6 +8,7 @@
 #include <limits>
 #include <thread>
 
+#include "purge.hpp"
 #include "segments.hpp"
 
 namespace kvstrata {
@@ -326,7 +327,7 @@ void Segments::keep_to(const Owners& owners, ShelfNews& news) {
 }
 
 // The least valuable of our segments. Operations that use it end on a file without a name. Bytes, or 0: nothing could be given.
-std::uint64_t Segments::give_back(ShelfNews& news) {
+std::uint64_t Segments::give_back(ShelfNews& news, PurgeReport* report) {
     std::shared_ptr<Segment> victim;
     List* from = nullptr;
     std::uint32_t index = kNoSegment;
@@ -348,7 +349,13 @@ std::uint64_t Segments::give_back(ShelfNews& news) {
         else
             std::erase(*from, victim);
     }
+    PurgeReport pages;
+    if (report) count_pages(*victim, pages);
     if (remove(victim) == 0) {
+        if (report) {
+            report->pages += pages.pages;
+            report->bytes += pages.bytes;
+        }
         if (index != kNoSegment) news.vanished.push_back(index);
         return victim->file_bytes();
     }

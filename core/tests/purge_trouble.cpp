@@ -1,6 +1,7 @@
 // Purges that meet others: another purge, an owner that ends meanwhile, a close.
 #include <doctest/doctest.h>
 
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <future>
@@ -143,6 +144,44 @@ TEST_CASE("purge: a shelf that an owner takes over after it has answered is purg
     CHECK(owned.left() == 0);
 }
 
+TEST_CASE("purge: a prefix that two continued by turns goes whole, though there is no room to name all its pages") {
+    constexpr std::uint64_t cap = 4 << 20;
+    constexpr std::uint32_t pages = 200;  // their keys take two blocks
+    const auto medium = SimMedium::make(5);
+    std::array<std::unique_ptr<Writer>, 2> owners;
+    for (std::uint64_t i = 0; i < 2; ++i) {
+        ShelfConfig config = shelf_config(cap);
+        config.seed = 7 + i;
+        owners[i] = std::make_unique<Writer>(medium->attach(), config);
+    }
+    PurgeOrder order;
+    order.kind = PurgeOrder::Kind::prefix;
+    Key above = key_of(0x11);
+    for (std::uint32_t i = 0; i < pages; ++i) {
+        FingerprintPage page(i);
+        page.parent = above;
+        above = page.key = page_key(page.space, above, page.content());
+        if (i == 0) order.keys.insert(page.key);
+        Writer& owner = *owners[i % 2];
+        if (owner.empty.empty()) REQUIRE(owner.grow() == OpStatus::ok);
+        REQUIRE(owner.write(owner.empty.back(), page) == OpStatus::ok);
+        owner.empty.pop_back();
+    }
+    const std::uint64_t free = cap - medium->allocated_bytes();
+    medium->edit("filler", [&](auto& bytes) { bytes.resize(free - 4096); });  // one block is left
+    int round = 0;
+    const Progress by_turns = [&](std::uint64_t, std::uint64_t) {  // the second looks when the first has dropped its part
+        if (round < 10) carry_out(*owners[std::size_t(round++) % 2]);
+        return true;
+    };
+    const PurgeReport report = purge(medium->attach(), order, by_turns, {}, kLong);
+    CHECK(report.pages == pages);
+    CHECK(report.used_pages == 0);
+    CHECK(report.unanswered == 0);
+    CHECK(pages_among(medium->attach(), survey(medium->attach()), order.keys).empty());
+    CHECK(medium->peak_bytes() <= cap);
+}
+
 TEST_CASE("purge: a process that starts and takes over a shelf whose owner was asked carries it out") {
     Owned owned;
     std::unique_ptr<Writer> heir;
@@ -204,11 +243,14 @@ TEST_CASE("purge: a segment whose file cannot be removed keeps its pages") {
     order.kind = PurgeOrder::Kind::to_size;
     owner.shelf->purge(order, claims, report);
     CHECK(report.segments == 0);
+    CHECK(report.pages == 0);
     CHECK(claims.gone.empty());
     CHECK(served(owner, 0, kPages) == kPages);
     hooks->remove_error = 0;
     owner.shelf->purge(order, claims, report);
     CHECK(report.segments == 2);
+    CHECK(report.pages == kPages);
+    CHECK(report.bytes == kPages * kSlotBytes);
     CHECK(claims.gone.size() == 2);
     CHECK(owner.shelf->allocated_bytes() == 0);
 }

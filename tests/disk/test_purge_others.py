@@ -109,6 +109,7 @@ def test_to_a_size(pair):
     before = disk_usage(root)
     ended = kvstrata("purge", root, "--to-size", f"{before // 2}B", "--yes", "--json")
     assert (ended.status, ended.json["done"]) == (0, True)
+    assert ended.json["pages"] > 0
     assert disk_usage(root) <= before // 2
     assert all(cache.stats()["disk"]["pages"] > 0 for cache in caches)  # both gave
     for cache in caches:
