@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "driver.hpp"
+#include "guard.hpp"
 
 namespace kvstrata {
 
@@ -28,7 +29,7 @@ void Driver::finish(Completion& done) {
     const DiskMove move = found->second;
     disk_moves_.erase(found);
     if (done.status == OpStatus::ok) timeouts_in_a_row_ = 0;
-    if (move.abandoned) return finish_late(move, done);
+    if (move.abandoned && guarded(Guard::completion_generation)) return finish_late(move, done);
     switch (move.kind) {
         case OpKind::read:
             return finish_read(move, done);
@@ -133,7 +134,7 @@ void Driver::clear(SlotRef slot) {
 void Driver::finish_write(const DiskMove& move, const Completion& done) {
     writes_in_flight_--;
     dirty_--;
-    const bool ok = done.status == OpStatus::ok;
+    const bool ok = done.status == OpStatus::ok || !guarded(Guard::failed_write);
     if (ok) health_.well(DiskHealth::Side::writes);
     end_use(move);
     if (moved_away(move)) {

@@ -5,10 +5,12 @@
 #include <utility>
 
 #include "driver.hpp"
+#include "guard.hpp"
 
 namespace kvstrata {
 
 void Driver::expire() {
+    if (!guarded(Guard::deadline)) return;
     std::vector<PageId> failed;
     for (auto& [id, move] : disk_moves_) {
         if (move.abandoned || move.deadline > now_) continue;

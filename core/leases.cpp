@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "driver.hpp"
+#include "guard.hpp"
 #include "keys.hpp"
 
 namespace kvstrata {
@@ -70,7 +71,7 @@ LeaseAnswer Driver::lease(double now, const LeaseRequest& request) {
     }
 
     Lease lease;
-    lease.root = ledger_.root(request.space);
+    lease.root = ledger_.root(guarded(Guard::name_space) ? request.space : Key{});
     lease.tokens.assign(request.tokens.begin(), request.tokens.end());
     lease.media.assign(request.media.begin(), request.media.end());
     lease.multiple = request.multiple == 0 ? static_cast<std::uint32_t>(size) : request.multiple;
@@ -132,7 +133,7 @@ bool Driver::take_rows(Lease& lease, std::uint32_t total, LeaseAnswer& answer) {
         std::vector<PageId> fixed = in_use();
         fixed.insert(fixed.end(), lease.path.begin(), lease.path.end());
         answer.available += ledger_.evictable(fixed);
-        if (need > answer.available) return false;
+        if (need > answer.available && guarded(Guard::room_first)) return false;
     }
     // Taking rows may evict. What this lease found on the device is protected by pins meanwhile, one for each run of pages: nothing on
     // the device is below the last of a run. Each page that gets a row protects its parents by itself.
@@ -244,7 +245,7 @@ std::uint32_t Driver::publish(double now, LeaseId id, std::uint64_t tokens, Fenc
         // On its way for another lease: it may fail to come, and a pin below it would then protect nothing above it. Asked again by the
         // next publish.
         if (forest.at(page).state[0] == Residency::incoming) break;
-        if (forest.at(page).state[0] == Residency::none) {
+        if (forest.at(page).state[0] == Residency::none || !guarded(Guard::first_writer)) {
             ledger_.expect(Tier::gpu, page, lease.rows[i]);
             ledger_.arrive(Tier::gpu, page, Tier::gpu);
             lease.own[i] = 0;
@@ -267,7 +268,7 @@ void Driver::release(double now, LeaseId id, Fence fence) {
     Lease lease = std::move(found->second);
     leases_.erase(found);
     released_ = std::max(released_, fence);
-    if (!lease.settled)
+    if (!lease.settled && guarded(Guard::release_on_cancel))
         for (std::uint32_t i = static_cast<std::uint32_t>(lease.path.size()); i-- > 0;)
             if (const Row row = give_up_page(lease, id, i); row != kNoRow) ledger_.give_row(Tier::gpu, row);
     for (std::size_t i = 0; i < lease.rows.size(); ++i)

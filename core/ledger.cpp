@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "guard.hpp"
+
 namespace kvstrata {
 
 Ledger::Ledger(const LedgerConfig& config, std::unique_ptr<Policy> policy)
@@ -101,8 +103,10 @@ void Ledger::set_state(Tier tier, PageId page, Residency state) {
 
 void Ledger::refresh(Tier tier, PageId page) {
     PageRecord& record = forest_.at(page);
-    const bool may_go = record.state[slot(tier)] == Residency::resident && record.tier_children[slot(tier)] == 0 &&
-                        record.busy[slot(tier)] == 0 && (tier != home_ || record.pins == 0);
+    const bool may_go = record.state[slot(tier)] == Residency::resident &&
+                        (record.tier_children[slot(tier)] == 0 || !guarded(Guard::leaf_first)) &&
+                        (record.busy[slot(tier)] == 0 || !guarded(Guard::copy_holds)) &&
+                        (tier != home_ || record.pins == 0 || !guarded(Guard::pins));
     if (may_go == record.candidate[slot(tier)]) return;
     record.candidate[slot(tier)] = may_go;
     if (may_go)
@@ -113,7 +117,7 @@ void Ledger::refresh(Tier tier, PageId page) {
 
 void Ledger::expect(Tier tier, PageId page, Row row) {
     forest_.at(page).row[slot(tier)] = row;
-    set_state(tier, page, Residency::incoming);
+    set_state(tier, page, guarded(Guard::publish_after_place) ? Residency::incoming : Residency::resident);
 }
 
 void Ledger::arrive(Tier tier, PageId page, Tier source) {

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "driver.hpp"
+#include "guard.hpp"
 
 namespace kvstrata {
 
@@ -23,6 +24,7 @@ bool Driver::valid(const Waiting& item) const {
 
 // Half the slab may wait for the disk; the rest stays free for what requests need.
 bool Driver::may_dirty(std::size_t more) const {
+    if (!guarded(Guard::half_the_slab)) return true;
     return !config_.disk || dirty_ + saving_ + more < std::max(1u, ledger_.capacity(Tier::cpu) / 2);
 }
 
@@ -31,7 +33,8 @@ bool Driver::may_dirty(std::size_t more) const {
 void Driver::want(PageId page) {
     const PageRecord& record = ledger_.forest().at(page);
     const std::size_t home = static_cast<std::size_t>(ledger_.home());
-    if (!waiters_.contains(page) || record.state[home] == Residency::resident || uploading_.contains(page)) return;
+    if (!waiters_.contains(page) || record.state[home] == Residency::resident) return;
+    if (uploading_.contains(page) && guarded(Guard::join_moves)) return;
     if (own_mode() && record.state[1] == Residency::resident)
         queue_up(page);
     else if (record.state[1] == Residency::none && !record.load_queued)
@@ -51,7 +54,7 @@ void Driver::queue_up(PageId page) {
 }
 
 void Driver::queue_down(PageId page) {
-    if (!cpu_tier() || ledger_.forest().at(page).state[1] != Residency::none) return;
+    if ((!cpu_tier() && guarded(Guard::no_cpu_tier)) || ledger_.forest().at(page).state[1] != Residency::none) return;
     if (downs_.size() >= 2 * std::size_t{ledger_.capacity(Tier::gpu)}) {  // nothing goes down at all: the oldest are long evicted
         downs_.pop_front();
         counters_.saves_dropped++;
@@ -98,7 +101,7 @@ void Driver::note_use(EntryId id) {
 }
 
 void Driver::queue_spill(PageId page) {
-    if (!config_.disk || on_disk(page)) return;
+    if (!config_.disk || (on_disk(page) && guarded(Guard::written_once))) return;
     if (writes_again_at_ > now_) {
         counters_.spills_dropped++;
         return;
@@ -207,7 +210,7 @@ void Driver::pump_downs() {
             move.device.push_back(ledger_.forest().at(next.page).row[0]);
             fence = std::max(fence, record.ready);  // it may have been published again since it was queued
         }
-        if (!move.pages.empty()) start_copy(std::move(move), fence);
+        if (!move.pages.empty()) start_copy(std::move(move), guarded(Guard::ready_fence) ? fence : 0);
         if (!room) return;
     }
 }
@@ -218,7 +221,7 @@ void Driver::pump_spills() {
         SlotRef where;
         if (writes_again_at_ > now_) {
             counters_.spills_dropped++;
-        } else if (!on_disk(page)) {
+        } else if (!on_disk(page) || !guarded(Guard::written_once)) {
             if (growing_) return;
             if (!ledger_.has_free_slot() && grow_again_at_ <= now_) {
                 growing_ = true;
@@ -227,6 +230,7 @@ void Driver::pump_spills() {
             }
             if (ledger_.take_slot(where)) {
                 spills_.pop_front();
+                if (!guarded(Guard::reserve_before_write)) ledger_.add_slot(where);
                 const EntryId entry = ledger_.add_entry(page, where);
                 ledger_.hold_entry(entry);
                 writes_in_flight_++;

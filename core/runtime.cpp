@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "disk_posix.hpp"
+#include "guard.hpp"
 #include "purge.hpp"
 #include "slot.hpp"
 
@@ -55,6 +56,7 @@ std::size_t adopt(Driver& driver, Shelf& shelf) {
         if (at + kAhead < order.size()) driver.ledger().index().prefetch(found[order[at + kAhead].second].key);
         const FoundPage& page = found[order[at].second];
         if (!driver.add_found(page.key, page.parent, page.slot)) unlinked.push_back(order[at].second);
+        if (!guarded(Guard::found_slots)) driver.add_slot(page.slot);
     }
     for (const std::uint32_t i : unlinked) driver.link_found(found[i].key, found[i].parent);
     for (const SlotRef slot : empty) driver.add_slot(slot);

@@ -1,6 +1,8 @@
 """Shared by all tests: one thread per process, and CUDA tests skipped where there is no GPU."""
 
+import importlib.util
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +12,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
+
+# A core of another build, for tests that run tests (faults/unguarded.py): before anything imports the package's own.
+if core := os.environ.get("KVSTRATA_TEST_CORE"):
+    spec = importlib.util.spec_from_file_location("kvstrata._core", core)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules["kvstrata._core"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["kvstrata._core"])
 
 if TYPE_CHECKING:
     from kvstrata.cache import PrefixCache

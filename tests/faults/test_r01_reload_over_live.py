@@ -4,6 +4,7 @@ import random
 
 import pytest
 from support import POISON, ByHand, begin, crowd, device_row, fill, finish, prompt, serve, settle, wrong
+from unguarded import assert_needed
 
 from kvstrata.cache import CacheFull
 
@@ -85,3 +86,8 @@ def test_a_reload_waits_for_the_last_batch_that_may_read_the_row():
     ((_, up, _, _, fence),) = hand.copies
     assert up
     assert fence == 7
+
+
+def test_what_keeps_it_from_happening():
+    """Without one line what a request uses could be evicted, and the tests above see it."""
+    assert_needed("pins", __file__, "test_many_requests_share_a_small_pool")

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 from support import PAGE, POISON, begin, crowd, device_row, fill, finish, prompt, serve, settle, wrong
+from unguarded import assert_needed
 
 
 @pytest.mark.parametrize("slower", [0, 2, 6])
@@ -76,3 +77,8 @@ def test_many_threads_with_one_prompt(open_cache, tmp_path):
     for tokens in documents:
         assert serve(cache, tokens).disk == 112
         settle(cache)
+
+
+def test_what_keeps_it_from_happening():
+    """Without one line the second writer would take the page over, and the tests above see it."""
+    assert_needed("first_writer", __file__, "test_the_first_writer_wins_in_every_tier")

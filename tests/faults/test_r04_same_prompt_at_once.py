@@ -2,6 +2,7 @@
 
 import pytest
 from support import GatedDevice, begin, crowd, finish, prompt, serve, settle, until
+from unguarded import assert_needed
 
 from kvstrata.cache import CacheFull
 
@@ -60,3 +61,8 @@ def test_a_longer_prompt_while_the_save_is_under_way(open_cache, tmp_path):
     cache.close()
     cache = open_cache(gpu=12, cpu=12, disk=tmp_path / "disk")
     assert serve(cache, tokens).disk == 128
+
+
+def test_what_keeps_it_from_happening():
+    """Without one line rows would be overwritten while they are being saved, and the tests above see it."""
+    assert_needed("copy_holds", __file__, "test_others_need_the_rows_while_the_save_is_under_way")

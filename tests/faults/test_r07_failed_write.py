@@ -2,6 +2,7 @@
 
 import pytest
 from support import PAGE, ByHand, GatedDevice, crowd, no_writes_beyond, prompt, serve, settle, until
+from unguarded import assert_needed
 
 TABLE_END = 8192  # of a small segment: its header and its table of records lie before
 
@@ -107,3 +108,8 @@ def test_a_failed_copy_to_the_device_is_no_hit(open_cache):
     settle(cache)
     crowd(cache)
     assert serve(cache, tokens).cpu == 48
+
+
+def test_what_keeps_it_from_happening():
+    """Without one line a failed write would count as done, and the tests above see it."""
+    assert_needed("failed_write", __file__, "test_the_disk_refuses_pages")

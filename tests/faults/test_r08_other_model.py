@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from support import begin, crowd, finish, prompt, serve, settle, tiny_identity, tiny_layout
+from unguarded import assert_needed
 
 LAYOUT = tiny_layout()
 BASE = tiny_identity(LAYOUT, config={"model_type": "test", "rope_theta": 10000.0, "num_hidden_layers": 2})
@@ -85,3 +86,8 @@ def test_both_compute_the_same_tokens_side_by_side(open_cache, tmp_path):
     crowd(cache)
     for whose in spaces:
         assert serve(cache, tokens, **whose).cpu == 80  # and begin() proves whose bytes they are
+
+
+def test_what_keeps_it_from_happening():
+    """Without one line adapters and tenants would share pages, and the tests above see it."""
+    assert_needed("name_space", __file__, "test_adapters_and_tenants_in_every_tier_of_one_process")

@@ -1,6 +1,7 @@
 """R9: when room cannot be had, the request that wanted it goes without: nobody else's pages are dropped for it."""
 
 from support import ByHand, GatedDevice, begin, crowd, prompt, serve, settle, until
+from unguarded import assert_needed
 
 from kvstrata.cache import CacheFull
 
@@ -113,3 +114,8 @@ def test_no_row_for_a_save():
     hand.release(lease)
     hand.finish_all()
     assert hand.where(new) == [(2, 2, 0)] * 4
+
+
+def test_what_keeps_it_from_happening():
+    """Without one line pages would go for a request that does not fit, and the tests above see it."""
+    assert_needed("room_first", __file__, "test_a_lease_that_does_not_fit_evicts_nothing")

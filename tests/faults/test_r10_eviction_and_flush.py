@@ -5,6 +5,7 @@ import threading
 import time
 
 from support import ByHand, begin, finish, prompt
+from unguarded import assert_needed
 
 from kvstrata.cache import CacheFull
 
@@ -81,3 +82,8 @@ def test_every_row_waits_for_the_disk():
     hand.finish_all()
     assert hand.where(new) == [(2, 2, 2)] * 4
     assert hand.driver.idle()
+
+
+def test_what_keeps_it_from_happening():
+    """Without one line all rows of the slab could wait for a disk that does not answer, and the tests above see it."""
+    assert_needed("half_the_slab", __file__, "test_every_row_waits_for_the_disk")
