@@ -53,7 +53,7 @@ IoStats IoPool::stats() const {
 }
 
 std::size_t IoPool::close(std::chrono::milliseconds patience) {
-    // Joining and saying good-bye take moments unless a thread hangs; those get no more than this.
+    // For operations that may hang, when patience is over.
     constexpr std::chrono::milliseconds kGrace{50};
     IoWorkers& state = *workers_;
     const auto end = IoWorkers::Clock::now() + patience;
@@ -87,7 +87,8 @@ std::size_t IoPool::close(std::chrono::milliseconds patience) {
         state.ring->wake();
     }
     lock.lock();
-    state.settled.wait(lock, [&] { return state.handing == 0; });
+    // Who is in no operation needs nothing but the processor to leave, however long it takes to get it.
+    state.settled.wait(lock, [&] { return state.handing == 0 && state.resting() == 0; });
     state.settled.wait_for(lock, kGrace, [&] { return state.alive() == 0 && !state.reaping && !state.errand_running; });
     for (IoWorkers::Worker& worker : state.workers) {
         if (!worker.alive) {

@@ -78,6 +78,10 @@ std::size_t IoWorkers::wanted() const {
 
 std::size_t IoWorkers::alive() const { return std::size_t(std::ranges::count_if(workers, &Worker::alive)); }
 
+std::size_t IoWorkers::resting() const {
+    return std::size_t(std::ranges::count_if(workers, [](const Worker& worker) { return worker.alive && !worker.busy; }));
+}
+
 std::size_t IoWorkers::hanging_threads() const {
     const auto latest = Clock::now() - config.hangs_after;
     return std::size_t(std::ranges::count_if(

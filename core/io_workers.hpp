@@ -51,6 +51,7 @@ struct IoWorkers : std::enable_shared_from_this<IoWorkers> {
     bool idle() const { return reads.empty() && others.empty() && running == 0 && flights.empty() && landed.empty(); }
     std::size_t wanted() const;  // workers
     std::size_t alive() const;
+    std::size_t resting() const;
     std::size_t hanging_threads() const;
     std::size_t hanging_flights() const;
     void run_ops(std::unique_lock<std::mutex>& lock, std::vector<Op> ops);

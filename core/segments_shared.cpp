@@ -19,7 +19,6 @@ constexpr int kWantPolls = 40;                  // so long a wish is heard that 
 constexpr std::size_t kPagesPerPoll = 1 << 15;  // told of at once, on top of one segment
 constexpr int kTellAgain = 3;  // half a record tells nothing, and with it goes the limit that others are to keep to
 constexpr std::chrono::milliseconds kPollPatience{50};
-constexpr std::chrono::milliseconds kAwait{1000};
 constexpr std::chrono::milliseconds kAwaitStep{10};
 
 // What stands for a page in a slot; 0: none.
@@ -95,9 +94,9 @@ Segments::Owners Segments::owners_of(const std::vector<Neighbour>& neighbours) c
     return owners;
 }
 
-// A lower cap than others keep to: they are given a second to give back what they hold too much.
+// A lower cap than others keep to: they are given a while to give back what they hold too much.
 void Segments::await_others() {
-    const auto end = std::chrono::steady_clock::now() + kAwait;
+    const auto end = std::chrono::steady_clock::now() + config_.await_others;
     for (;;) {
         std::uint64_t missing = 0;
         {

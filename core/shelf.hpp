@@ -27,8 +27,9 @@ struct ShelfConfig {
     std::vector<Plane> planes;     // cover [0, row_bytes) without gaps
     std::uint64_t cap_bytes = 0;   // of everything under the root
     std::uint64_t reserve_free_bytes = 0;
-    Key space;               // of the cache without adapter or tenant: names namespaces/<hex>.json
-    std::string space_json;  // its content: model, dtype, layout in clear
+    std::chrono::milliseconds await_others{1000};  // those who keep to a higher cap: how long open() gives them to give back
+    Key space;                                     // of the cache without adapter or tenant: names namespaces/<hex>.json
+    std::string space_json;                        // its content: model, dtype, layout in clear
     std::uint64_t seed = 0;  // of the names and epochs it draws; 0: unpredictable. Simulations set it to replay exactly
 };
 

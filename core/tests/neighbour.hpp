@@ -17,10 +17,12 @@ namespace kvstrata::testing {
 
 class Resident {
    public:
-    explicit Resident(const std::shared_ptr<SimMedium>& medium, std::uint64_t cap = 1 << 20, std::uint64_t seed = 7)
+    explicit Resident(const std::shared_ptr<SimMedium>& medium, std::uint64_t cap = 1 << 20, std::uint64_t seed = 7,
+                      std::chrono::milliseconds await_others = std::chrono::seconds{1})
         : disk(medium->attach()), driver(configure(), make_lru()) {
         ShelfConfig config = shelf_config(cap);
         config.seed = seed;
+        config.await_others = await_others;
         std::string error;
         slab = Slab::make({.rows = kRows, .row_stride = kRowStride}, error);
         REQUIRE_MESSAGE(slab, error);

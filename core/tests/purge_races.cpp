@@ -165,10 +165,13 @@ TEST_CASE("purge: what is asked of a process that opens is carried out") {
     const auto hooks = std::make_shared<HookedCalls>(medium->attach());
     std::thread purger;
     PurgeReport report;
-    std::atomic<bool> started{false};
+    std::atomic<bool> started{false}, heard{false};
     hooks->on_open = [&](const std::string& path, OpenMode) {
         if (!path.ends_with(".kvs") || started.exchange(true)) return 0;  // it reads its tables, which may take seconds
-        purger = std::thread([&] { report = purge(medium->attach(), {}, {}, {}, milliseconds{3000}); });
+        purger = std::thread([&] {
+            report = purge(
+                medium->attach(), {}, [&](auto, auto) { return !heard; }, {}, std::chrono::seconds{30});
+        });
         std::this_thread::sleep_for(milliseconds{300});
         return 0;
     };
@@ -178,11 +181,12 @@ TEST_CASE("purge: what is asked of a process that opens is carried out") {
     Driver driver({.ledger = {.page_size = kPageSize, .gpu_rows = 0, .cpu_rows = 4}, .disk = true}, make_lru());
     driver.step(1, {});
     adopt(driver, *shelf);  // as Runtime::open
-    bool heard = false;
-    for (int i = 0; i < 10 && !heard; ++i) {
-        heard = shelf->poll().purge.id != 0;
-        while (shelf->has_news()) heard |= shelf->next_news().purge.id != 0;
-        std::this_thread::sleep_for(milliseconds{100});
+    for (const auto end = std::chrono::steady_clock::now() + std::chrono::seconds{30};
+         !heard && std::chrono::steady_clock::now() < end;) {
+        bool now = shelf->poll().purge.id != 0;
+        while (shelf->has_news()) now |= shelf->next_news().purge.id != 0;
+        heard = now;
+        std::this_thread::sleep_for(milliseconds{10});
     }
     purger.join();
     CHECK(heard);
@@ -268,6 +272,7 @@ TEST_CASE("purge: a lowered limit is acknowledged while it rebuilds") {
     });
     ShelfConfig lower = shelf_config(cap / 2);
     lower.seed = 9;
+    lower.await_others = std::chrono::seconds{30};
     Writer second(medium->attach(), lower);
     const std::uint64_t unacknowledged = second.shelf->stats().unacknowledged;
     over = true;

@@ -80,7 +80,7 @@ TEST_CASE("sharing: a lower cap is acknowledged by those who live, and holds whe
         }
     });
     const auto begin = std::chrono::steady_clock::now();
-    Resident second(medium, kCap / 2, 8);
+    Resident second(medium, kCap / 2, 8, std::chrono::seconds{30});
     const auto took = std::chrono::steady_clock::now() - begin;
     const std::uint64_t allocated = medium->allocated_bytes();
     over = true;

@@ -229,7 +229,7 @@ TEST_CASE("pool: an errand runs while reads keep coming, without io_uring too") 
     pool = &made;
     made.submit(std::vector<Op>(ops));
     made.errand([&] { ran = true; });
-    for (int i = 0; i < 300 && !ran; ++i) std::this_thread::sleep_for(milliseconds{10});
+    for (int i = 0; i < 3000 && !ran; ++i) std::this_thread::sleep_for(milliseconds{10});
     CHECK(ran);
     stop = true;
     made.close(milliseconds{1000});
@@ -353,6 +353,7 @@ TEST_CASE("races: a lowered limit is acknowledged while a purge goes on") {
         });
         ShelfConfig lower = shelf_config(kCap / 2);
         lower.seed = 9;
+        lower.await_others = std::chrono::seconds{30};
         Writer second(medium->attach(), lower);
         REQUIRE_MESSAGE(second.shelf, second.error);
         unacknowledged = second.shelf->stats().unacknowledged;
