@@ -52,13 +52,14 @@ def work(root: Path, *, cap: int, workers: int, **options: object) -> list[dict[
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
     running = [python("worker.py", root, "--cap", cap, "--number", number, *words) for number in range(workers)]
     try:
-        for worker in running:  # all have imported what they need: now they start together
-            assert worker.stdout is not None
-            assert worker.stdout.readline() == "ready\n", worker.communicate()[1]
-        for worker in running:
-            assert worker.stdin is not None
-            worker.stdin.write("go\n")
-            worker.stdin.flush()
+        for step in ("ready", "open"):  # all have imported what they need: now they open together; and then they serve together
+            for worker in running:
+                assert worker.stdout is not None
+                assert worker.stdout.readline() == f"{step}\n", worker.communicate()[1]
+            for worker in running:
+                assert worker.stdin is not None
+                worker.stdin.write("go\n")
+                worker.stdin.flush()
         return [json.loads(outcome(worker)) for worker in running]
     finally:
         for worker in running:

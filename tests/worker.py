@@ -28,6 +28,8 @@ def main() -> None:
     sys.stdin.readline()
 
     guest = Guest(options.root, options.cap, cpu=64, blocks=8, layout=tiny_layout(width=options.width))
+    print("open", flush=True)
+    sys.stdin.readline()
     dice = random.Random(f"{options.number} {options.round}")
     totals: Counter[str] = Counter()
     on_disk: set[str] = set()
