@@ -101,11 +101,11 @@ def crowd(cache: PrefixCache, prompts: int = 1, *, pages: int | None = None, see
         settle(cache)
 
 
-def settle(cache: PrefixCache, seconds: float = 30) -> None:
+def settle(cache: PrefixCache, seconds: float = 60) -> None:
     assert cache.flush(seconds), "moves did not come to an end"
 
 
-def until(condition: Callable[[], Any], what: str, seconds: float = 30) -> None:
+def until(condition: Callable[[], Any], what: str, seconds: float = 60) -> None:
     """Waits for something that must come true; fails with `what` when it does not."""
     end = time.monotonic() + seconds
     while not condition():
