@@ -6,6 +6,8 @@
 #include <cerrno>
 #include <new>
 
+#include "thread_name.hpp"
+
 namespace kvstrata {
 namespace {
 
@@ -51,10 +53,16 @@ IoWorkers::IoWorkers(std::shared_ptr<Shelf> the_shelf, std::shared_ptr<Slab> the
 void IoWorkers::start() {
     const std::lock_guard lock(mutex);
     hire(wanted());
-    watcher = std::thread([state = shared_from_this()] { state->watch(); });
+    watcher = std::thread([state = shared_from_this()] {
+        name_thread("kvstrata-watch");
+        state->watch();
+    });
     if (!ring) return;
     reaping = true;
-    reaper = std::thread([state = shared_from_this()] { state->reap(); });
+    reaper = std::thread([state = shared_from_this()] {
+        name_thread("kvstrata-reap");
+        state->reap();
+    });
 }
 
 void IoWorkers::hire(std::size_t count) {
@@ -268,6 +276,7 @@ void IoWorkers::run_errands() {
     if (errand_running) return;
     if (errander.joinable()) errander.join();  // it has ended, or is about to without needing the lock
     errander = std::thread([state = shared_from_this()] {
+        name_thread("kvstrata-errand");
         std::unique_lock lock(state->mutex);
         while (!state->errands.empty()) {
             std::function<void()> errand = std::move(state->errands.front());

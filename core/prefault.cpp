@@ -10,6 +10,8 @@
 #include <string>
 #include <utility>
 
+#include "thread_name.hpp"
+
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
@@ -50,6 +52,7 @@ void Prefault::stop() {
 }
 
 void Prefault::fill() {
+    name_thread("kvstrata-fill");
     for (std::size_t at = 0; at < bytes_ && !stop_.load(std::memory_order_relaxed); at += chunk_bytes_) {
         const std::size_t size = std::min(chunk_bytes_, bytes_ - at);
         if (memory_available() < size + kSpareBytes) return;  // it works all the same; nobody is killed for our haste

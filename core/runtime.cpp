@@ -9,6 +9,7 @@
 #include "guard.hpp"
 #include "purge.hpp"
 #include "slot.hpp"
+#include "thread_name.hpp"
 
 namespace kvstrata {
 namespace {
@@ -123,7 +124,10 @@ std::unique_ptr<Runtime> Runtime::open(RuntimeConfig config, std::string& error)
         state.pool = runtime->pool_;
     }
     if (runtime->slab_) runtime->slab_->start_prefault();
-    runtime->timer_ = std::thread([raw = runtime.get()] { raw->run_timer(); });
+    runtime->timer_ = std::thread([raw = runtime.get()] {
+        name_thread("kvstrata-timer");
+        raw->run_timer();
+    });
     return runtime;
 }
 
