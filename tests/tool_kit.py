@@ -69,10 +69,16 @@ def slot_of(root: Path, cache: PrefixCache, tokens: np.ndarray, page: int) -> tu
 
 
 def traces(root: Path, tokens: np.ndarray) -> int:
-    """How many pages of the prompt have their tokens in clear in some file."""
-    files = [path.read_bytes() for path in root.rglob("*") if path.is_file()]
-    pages = [tokens[at : at + PAGE].astype(np.int32).tobytes() for at in range(0, len(tokens) - PAGE + 1, PAGE)]
-    return sum(any(page in file for file in files) for page in pages)
+    """How many pages of the prompt have their tokens in clear in some file, at a multiple of four bytes."""
+    pages = {tokens[at : at + PAGE].astype(np.int32).tobytes() for at in range(0, len(tokens) - PAGE + 1, PAGE)}
+    heads = np.array([int.from_bytes(page[:8], "little", signed=True) for page in pages])
+    found = set()
+    for file in (path.read_bytes() for path in root.rglob("*") if path.is_file()):
+        for shift in (0, 4):
+            words = np.frombuffer(file, "<i8", offset=min(shift, len(file)), count=max(0, len(file) - shift) // 8)
+            for at in np.flatnonzero(np.isin(words, heads)) * 8 + shift:
+                found.add(file[at : at + 4 * PAGE])
+    return len(found & pages)
 
 
 def snapshot(root: Path) -> dict[str, tuple[int, int, bytes]]:
