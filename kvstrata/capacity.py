@@ -47,10 +47,14 @@ class Capacity:
     disk_reserve_bytes: int
     warnings: tuple[str, ...]
 
-    def banner(self) -> list[str]:
-        """One line per setting: its value, what it comes to, and where it came from; then one line per warning."""
+    def banner(self, ranks: int = 1, parts: int = 1) -> list[str]:
+        """One line per setting: its value, what it comes to, and where it came from; then one line per warning.
+
+        `ranks` share each tier, and a row holds the `parts` that differ between them.
+        """
         settings, layout = self.settings, self.layout
         shape = f"{len(layout.layers)} layers, {layout.dtype}, {layout.bytes_per_token:,} bytes per token"
+        shared = (ranks, parts)
         off = "off, since kvc2.gpu_only is true" if settings.kvc2.gpu_only else "off, since kvc2.disk_path is not set"
         lines = {
             "attn.page_size": f"{layout.page_size} tokens, {readable(layout.row_bytes)} per page ({shape})",
@@ -61,12 +65,12 @@ class Capacity:
             "kvc2.utilization_percentage": f"{settings.kvc2.utilization_percentage:g}"
             + (" (not used on the CPU)" if self.device == "cpu" else ""),
             "kvc2.gpu_memory_size_GB": _told(self.gpu) + f" on {self.device}",
-            "kvc2.cpu_memory_size_GB": _told(self.cpu) if self.cpu else off,
+            "kvc2.cpu_memory_size_GB": _told(self.cpu, *shared) if self.cpu else off,
             "kvc2.disk_path": str(self.disk_path) if self.disk_path else off,
             "kvc2.disk_group": ("shared with its group" if settings.kvc2.disk_group else "this user's alone")
             if self.disk_path
             else off,
-            "kvc2.disk_size_GB": _told(self.disk) if self.disk else off,
+            "kvc2.disk_size_GB": _told(self.disk, *shared) if self.disk else off,
             "kvc2.disk_reserve_free_GB": f"{readable(self.disk_reserve_bytes)} left free",
             "kvc2.io_threads": str(settings.kvc2.io_threads),
             "kvc2.load_deadline_s": f"{settings.kvc2.load_deadline_s:g} s",
@@ -253,5 +257,7 @@ def _unused(settings: "Settings", guest: bool) -> list[str]:
     return []
 
 
-def _told(tier: Tier) -> str:
-    return f"{readable(tier.bytes)}, {tier.pages:,} pages, {tier.tokens:,} tokens" + (f" ({tier.why})" if tier.why else "")
+def _told(tier: Tier, ranks: int = 1, parts: int = 1) -> str:
+    whose = "" if ranks == 1 else f" of all {ranks} ranks together, {readable(tier.bytes // parts)} for each of {parts} parts"
+    why = f" ({tier.why})" if tier.why else ""
+    return f"{readable(tier.bytes)}{whose}, {tier.pages:,} pages, {tier.tokens:,} tokens{why}"

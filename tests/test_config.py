@@ -4,78 +4,16 @@ import errno
 import os
 import threading
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import ValidationError
+from settings_kit import LAYOUT, MEMORY, Machine, load, refusal, resolve, unresolved
 
 from kvstrata import capacity, machine
 from kvstrata.config import KEYS, ConfigError, Settings
-from kvstrata.layout import PageLayout
-from kvstrata.machine import Folder, Memory, Unusable, probe_folder
-from kvstrata.units import GB, gigabytes, in_bytes, readable
-
-MODEL = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 1024}
-LAYOUT = PageLayout.from_config(MODEL, page_size=256, dtype="bfloat16")  # 8 KiB per token, 2 MiB per page
-MEMORY = Memory(total=64 * GB, available=40 * GB)
-
-
-def load(source: Any = None, overrides: Any = None, **environ: str) -> Settings:
-    return Settings.load(source, overrides, environ=environ)
-
-
-def refusal(*arguments: Any, **environ: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load(*arguments, **environ)
-    return str(caught.value)
-
-
-# --- sizes
-
-
-@pytest.mark.parametrize(
-    ("written", "size"),
-    [
-        ("10GB", 10 * 10**9),
-        ("10GiB", 10 * 2**30),
-        ("512MB", 512 * 10**6),
-        (10, 10 * 10**9),
-        ("10 gb", 10 * 10**9),
-        ("10", 10 * 10**9),
-        (0.5, 5 * 10**8),
-        ("1.5 TiB", 3 * 2**39),
-        (" 1e3 mb ", 10**9),
-        (".5gib", 2**29),
-        ("4096 B", 4096),
-        (0, 0),
-    ],
-)
-def test_f3_sizes(written: Any, size: int) -> None:
-    assert in_bytes(gigabytes(written)) == size
-
-
-@pytest.mark.parametrize(
-    "written", ["-1", "10TBB", "", "GB", "10 G", "10 20", "ten", -1, -0.1, True, None, float("nan"), float("inf"), [1], "1e400"]
-)
-def test_f3_what_is_no_size(written: Any) -> None:
-    with pytest.raises(ValueError):
-        gigabytes(written)
-    if written is not None:
-        text = refusal({"kvc2.cpu_memory_size_GB": written})
-        assert text.startswith(f"kvc2.cpu_memory_size_GB is {written!r}, but must be a size above 0")
-
-
-@given(st.integers(0, 10**15))
-def test_sizes_are_exact_to_the_byte(size: int) -> None:
-    assert in_bytes(gigabytes(f"{size}B")) == size
-
-
-def test_readable_sizes() -> None:
-    told = [readable(size) for size in (0, 999, 1000, 11_796_480, 999_960_000, 1_530_000_000, 500 * GB, 2 * 10**15)]
-    assert told == ["0 bytes", "999 bytes", "1 kB", "11.8 MB", "1 GB", "1.53 GB", "500 GB", "2 PB"]
-
+from kvstrata.machine import Memory, Unusable, probe_folder
+from kvstrata.units import GB
 
 # --- sources
 
@@ -159,32 +97,6 @@ def test_paths_in_settings(monkeypatch: Any) -> None:
 
 
 # --- what is wrong, in one sentence
-
-
-@pytest.mark.parametrize(
-    ("wrong", "near"),
-    [
-        ({"kvc2": {"disk_pth": "/x"}}, "unknown key 'kvc2.disk_pth': did you mean 'kvc2.disk_path'?"),
-        ({"kvc2": {"cpu_memory_size": 1}}, "unknown key 'kvc2.cpu_memory_size': did you mean 'kvc2.cpu_memory_size_GB'?"),
-        ({"kvc2": {"CPU_MEMORY_SIZE_GB": 1}}, "did you mean 'kvc2.cpu_memory_size_GB'?"),
-        ({"kvc2": {"page_size": 16}}, "unknown key 'kvc2.page_size': did you mean 'attn.page_size'?"),
-        ({"page_size": 16}, "unknown key 'page_size': did you mean 'attn.page_size'?"),
-        ({"kvc3": {"gpu_only": True}}, "unknown key 'kvc3': did you mean 'kvc2'?"),
-        ({"max_batchsize": 1}, "did you mean 'max_batch_size'?"),
-        ({"#": 1}, "valid are attn.page_size, "),
-        ({7: 1}, "unknown key 7"),
-    ],
-)
-def test_f4_unknown_keys_name_the_nearest(wrong: Any, near: str) -> None:
-    assert near in refusal(wrong)
-    assert near in refusal(None, wrong)
-
-
-def test_f4_unknown_variables_name_the_nearest() -> None:
-    assert refusal(KVSTRATA_KVC2_DISKPATH="/x") == (
-        "unknown environment variable KVSTRATA_KVC2_DISKPATH: did you mean 'KVSTRATA_KVC2_DISK_PATH'?"
-    )
-    assert "KVSTRATA_ATTN_PAGE_SIZE" in refusal(KVSTRATA_PAGE_SIZE="16")
 
 
 @pytest.mark.parametrize(
@@ -278,28 +190,6 @@ def test_files_that_are_missing_or_empty(tmp_path: Path) -> None:
 # --- what the settings come to
 
 
-class Machine(NamedTuple):
-    free: int = 300 * GB
-    used: int = 0
-    total: int = 1000 * GB
-
-    def probe_folder(self, path: Path, *, group: bool = False) -> Folder:
-        return Folder(path, self.total, self.free, self.used)
-
-
-def resolve(settings: dict[str, Any], disk: Machine | None = None, **arguments: Any) -> capacity.Capacity:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machine, "probe_folder", (disk or Machine()).probe_folder)
-        return capacity.resolve(load(settings), LAYOUT, **({"memory": MEMORY} | arguments))
-
-
-def unresolved(settings: dict[str, Any], disk: Machine | None = None, **arguments: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        resolve(settings, disk, **arguments)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 def test_gpu_tier_on_the_cpu_has_a_size_of_its_own() -> None:
     gpu = resolve({}).gpu
     assert (gpu.pages, gpu.tokens) == (8 * 4096 // 256, 8 * 4096)
@@ -390,28 +280,6 @@ def test_s8_gpu_only_turns_the_other_tiers_off() -> None:
     found = resolve({})
     assert (found.cpu is None, found.disk) == (False, None)
     assert resolve({"kvc2.disk_size_GB": 5}).warnings == ("kvc2.disk_size_GB: not used, since kvc2.disk_path is not set",)
-
-
-def test_f3_banner_tells_bytes_pages_tokens_and_origins() -> None:
-    lines = resolve({"kvc2.disk_path": "/x"}).banner()
-    assert lines == [
-        "attn.page_size               256 tokens, 2.1 MB per page (2 layers, bfloat16, 8,192 bytes per token)  [default]",
-        "attn.chunk_size              256 tokens, prefill in chunks of 256: what is reused is a multiple of that  [default]",
-        "max_batch_size               8 at once  [default]",
-        "kvc2.gpu_only                false  [default]",
-        "kvc2.utilization_percentage  0.9 (not used on the CPU)  [default]",
-        "kvc2.gpu_memory_size_GB      271 MB, 128 pages, 32,768 tokens (max_batch_size 8 x 4,096 tokens) on cpu  [default]",
-        "kvc2.cpu_memory_size_GB      4 GB, 1,907 pages, 488,192 tokens (10% of 40 GB free memory)  [default]",
-        "kvc2.disk_path               /x  [given]",
-        "kvc2.disk_group              this user's alone  [default]",
-        "kvc2.disk_size_GB            30 GB, 14,305 pages, 3,662,080 tokens (10% of 300 GB free space)  [default]",
-        "kvc2.disk_reserve_free_GB    1 GB left free  [default]",
-        "kvc2.io_threads              4  [default]",
-        "kvc2.load_deadline_s         5 s  [default]",
-    ]
-    assert {line.split()[0] for line in lines} == set(KEYS)
-    off = resolve({"kvc2.gpu_only": True}).banner()
-    assert sum("off, since kvc2.gpu_only is true" in line for line in off) == 4
 
 
 def test_layout_and_settings_must_agree() -> None:

@@ -152,16 +152,6 @@ def test_other_models_are_refused_with_one_sentence(change: dict[str, Any], word
         assert "\n" not in str(caught.value)
 
 
-def test_a2_a_layout_of_an_engine_needs_a_tag() -> None:
-    specs = [PlaneSpec(0, "kv", "float16", (2, 128))]  # [K/V, heads * dim] or [heads = 2, K and V]: the shape cannot tell
-    with pytest.raises(ValueError, match="tag"):
-        PageLayout.from_planes(specs, page_size=16, dtype="float16", tag="")
-    first = PageLayout.from_planes(specs, page_size=16, dtype="float16", tag="kv-first")
-    second = PageLayout.from_planes(specs, page_size=16, dtype="float16", tag="heads-first")
-    assert first.planes == second.planes
-    assert first != second
-
-
 @pytest.mark.parametrize(
     "specs",
     [

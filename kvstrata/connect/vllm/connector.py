@@ -91,7 +91,7 @@ class KVStrataConnector(KVConnectorBase_V1, SupportsHMA):
         tag = model_tag(self._vllm_config, self._blocks, worker_layout)
         layout = self._blocks.page_layout(tag)
         found = capacity.resolve(settings, layout, guest=True)
-        for line in found.banner():
+        for line in found.banner(self._blocks.ranks, self._blocks.slices):
             log.info("%s", line)
         identity = identity_of(self._vllm_config, layout) if found.disk else None
         cache = PrefixCache(layout, limits_of(found), identity=identity, shared_slab=True)

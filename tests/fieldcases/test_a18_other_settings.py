@@ -1,6 +1,11 @@
-"""One directory, reopened as other models one after the other: each finds nothing of the others and, back again, all its own."""
+"""A18: one directory, reopened with other settings and as other models, one after the other: each finds nothing of the others and,
+back again, all its own."""
+
+from dataclasses import replace
 
 import pytest
+from identity_kit import CONFIG as LLAMA
+from identity_kit import identity
 from support import PAGE, begin, finish, prompt, settle, tiny_identity
 
 from kvstrata.layout import PageLayout, PlaneSpec
@@ -77,3 +82,21 @@ def test_sizes_say_nothing():
     assert len({tiny_identity(layout, **{"config": CONFIG, **options}).namespace() for layout, options in MODELS.values()}) == len(
         MODELS
     )
+
+
+def test_every_setting_of_the_rows_has_its_own_namespace() -> None:
+    one = identity()
+    others = [
+        identity(dtype="float16"),  # the same number of bytes
+        identity(dtype="float8_e4m3fn"),
+        identity(page_size=32),
+        identity(LLAMA | {"num_key_value_heads": 1}),
+        identity(LLAMA | {"num_hidden_layers": 1}),
+        replace(one, part="rank 0 of 2"),
+        replace(one, part="rank 1 of 2"),
+        replace(one, part="rank 0 of 4"),
+        replace(one, planes=one.planes[2:]),  # a pipeline stage
+    ]
+    spaces = [one.namespace(), *(other.namespace() for other in others)]
+    assert len(set(spaces)) == len(spaces)
+    assert identity().namespace() == one.namespace()
