@@ -19,6 +19,7 @@ from kvstrata._core import Core
 from kvstrata.arguments import check_flag, check_seconds, check_tokens, check_whole, media_arrays, token_array
 from kvstrata.ending import Ending
 from kvstrata.health import HealthLog
+from kvstrata.hits import HitWatch
 from kvstrata.identity import Identity, root_secret
 from kvstrata.layout import PageLayout
 from kvstrata.lease import CacheFull, Lease, MediaItem, PagesLost
@@ -105,7 +106,8 @@ class PrefixCache(Observed, GuestMode):
             from kvstrata import mover
 
             self._mover = mover.Mover(self._core, self._pool)
-        health = HealthLog(self._core, limits.disk_path) if limits.disk_path else None
+        self._hits = HitWatch(self._core, limits.disk_path) if limits.disk_path else None
+        health = HealthLog(self._core, limits.disk_path, self._hits) if self._hits else None
         if unacknowledged := self._core.stats()["disk"].get("unacknowledged"):
             log.warning(
                 "disk_path %s: %d other processes have not given back yet what this one's lower disk_size_GB asks for",
@@ -195,6 +197,8 @@ class PrefixCache(Observed, GuestMode):
             media_digests=digests,
         )
         lease.matched = matched * self.page_size
+        if self._hits is not None and self._hits.asking and read and not matched:
+            self._hits.missed(*self._why(array, adapter, tenant, leave, (offsets, lengths, digests)))
         if number == 0:
             full = CacheFull(needed, available, never)
             if must:

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 
+from kvstrata import hits
 from kvstrata._core import Core
 
 __all__ = ["HealthLog"]
@@ -13,9 +14,10 @@ QUIET = 60.0  # seconds in which the same trouble is not told again
 
 
 class HealthLog:
-    """A thread that waits for changes; it ends when the core is closed."""
+    """A thread that waits for changes, and now and then looks whether there are hits; it ends when the core is closed."""
 
-    def __init__(self, core: Core, disk_path: str) -> None:
+    def __init__(self, core: Core, disk_path: str, watch: hits.HitWatch) -> None:
+        self._watch = watch
         self._core = core
         self._path = disk_path
         self._told: dict[str, float] = {}  # when each trouble was told last
@@ -27,9 +29,12 @@ class HealthLog:
     def _run(self) -> None:
         changes, closed = 0, False
         while not closed:
-            changes, sentence, since, closed = self._core.wait_health(changes, float("inf"))
-            if not closed:
+            known, patience = changes, float("inf") if self._watch.over else hits.LOOK_S
+            changes, sentence, since, closed = self._core.wait_health(known, patience)
+            if not closed and changes != known:
                 self.tell(sentence, since)
+            elif not closed:
+                self._watch.look()
 
     def tell(self, sentence: str, since: float) -> None:
         """`sentence`: "ok", or what does not work and why; `since`: seconds since 1970."""

@@ -69,6 +69,12 @@ class Observed:
             told["namespaces"] = nearest_namespaces(self.limits.disk_path, ours)
         return told
 
+    def _why(self, tokens: Any, adapter: Any, tenant: str | None, leave: int, media: tuple[Any, Any, bytes]) -> tuple[str, str]:
+        """Why a prompt hits as far as it does, and the description of its namespace, without I/O."""
+        found = self._core.explain(self._spaces.of(adapter, tenant), tokens, *media)
+        told: str = explained(tokens, self.page_size, leave, found)["because"]
+        return told, self._spaces.identity.describe(adapter, tenant, self._spaces.secret)
+
     def drain_events(self) -> list[Event]:
         """What happened to pages since the last call, oldest first; at most `events` of them, older ones are counted as lost."""
         return [Event(*event) for event in self._core.events()]

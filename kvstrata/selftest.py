@@ -1,6 +1,7 @@
 """A few pages through every tier and back, compared byte by byte, with small tiers of its own beside whoever uses the directory."""
 
 import hashlib
+import logging
 import shutil
 import tempfile
 from pathlib import Path
@@ -16,13 +17,21 @@ from kvstrata.layout import PageLayout, PlaneSpec
 
 __all__ = ["selftest"]
 
+log = logging.getLogger("kvstrata")
 PAGES, PAGE_SIZE = 4, 16
 PATIENCE_S = 5.0
 
 
 def selftest(folder: Path | None, device: str = "cpu") -> dict[str, str]:
-    """By tier ("gpu", "cpu", "disk", "restart"): "" where the pages came back right from there, else what happened. Without torch
-    there is no "gpu". `folder`: where a directory of its own is made for the disk tier, and removed; None: no disk tier."""
+    """By tier ("gpu", "cpu", "disk", "restart"): "" where the pages came back right from there, else what happened; told in the
+    log, too. Needs torch. `folder`: where a directory of its own is made for the disk tier, and removed; None: no disk tier."""
+    results = _trials(folder, device)
+    for tier, trouble in results.items():
+        log.log(logging.WARNING if trouble else logging.INFO, "self-test: %s: %s", tier, trouble or "pages came back as they were")
+    return results
+
+
+def _trials(folder: Path | None, device: str) -> dict[str, str]:
     if folder is None:
         return _Trial("", device).run()
     own = Path(tempfile.mkdtemp(prefix="selftest-", dir=folder))

@@ -4,6 +4,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import PAGE, crowd, disk_usage, no_writes_beyond, prompt, serve, settle, until
@@ -11,6 +12,7 @@ from tool_kit import fill_disk, segments
 
 from kvstrata.cache import PrefixCache
 from kvstrata.health import HealthLog
+from kvstrata.hits import HitWatch
 
 Open = Callable[..., PrefixCache]
 
@@ -52,7 +54,8 @@ def test_the_same_trouble_is_not_told_again_at_once(caplog: pytest.LogCaptureFix
             return 0, "ok", 0.0, True
 
     caplog.set_level(logging.INFO, "kvstrata")
-    health = HealthLog(Silent(), "/cache")  # type: ignore[arg-type]
+    core: Any = Silent()
+    health = HealthLog(core, "/cache", HitWatch(core, "/cache"))
     for sentence in ("no new pages: x", "ok", "no new pages: x", "ok", "no new pages: y", "ok"):
         health.tell(sentence, 1000.0)
     assert [line.split(": ", 1)[1].split(" (")[0].split(" after")[0] for line in lines(caplog)] == [
