@@ -7,16 +7,15 @@ import platform
 import resource
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvstrata import __version__, capacity, machine
-from kvstrata._core import abilities
 from kvstrata.config import Settings
 from kvstrata.disk_speed import DiskSpeed, measure
 from kvstrata.layout import PageLayout
-from kvstrata.survey import survey
 from kvstrata.units import counted, in_bytes, readable
 
 __all__ = ["Row", "Subject", "examine", "exit_code"]
@@ -47,11 +46,16 @@ class Subject(NamedTuple):
 def examine(subject: Subject) -> Iterator[Row]:
     """The rows, one by one as they are found out."""
     yield from _software()
+    core = _core()
+    yield core
     yield from _device(subject)
     yield from _memory(subject)
     root = subject.settings.disk_root
     if root is None:
         yield Row("disk tier", "ok", "off: kvc2.disk_path is not set, or kvc2.gpu_only is true")
+        return
+    if core.state == "error":
+        yield Row("disk_path", "warning", "not looked at: that needs the core")
         return
     yield from _directory(subject, root)
 
@@ -71,6 +75,15 @@ def _software() -> Iterator[Row]:
             yield Row(name, "ok", version(name))
         except PackageNotFoundError:
             yield Row(name, "warning", "not installed", f"{needed}: pip install 'kvstrata[engine]'")
+
+
+def _core() -> Row:
+    try:
+        core = import_module("kvstrata._core")
+    except ImportError as error:
+        fix = "install it again for this Python and machine: pip install --force-reinstall --no-deps kvstrata"
+        return Row("core", "error", f"cannot be loaded, and there is no cache without it: {error}", fix)
+    return Row("core", "ok", Path(core.__file__ or "").name)
 
 
 def _device(subject: Subject) -> Iterator[Row]:
@@ -137,6 +150,8 @@ def _memory(subject: Subject) -> Iterator[Row]:
 
 
 def _directory(subject: Subject, root: Path) -> Iterator[Row]:
+    from kvstrata._core import abilities
+
     group = subject.settings.kvc2.disk_group
     try:
         folder = machine.probe_folder(root, FOLDER_S, group=group)
@@ -209,6 +224,8 @@ def _break_even(subject: Subject, speed: DiskSpeed) -> Iterator[Row]:
 
 
 def _shelves(root: Path) -> Iterator[Row]:
+    from kvstrata.survey import survey
+
     try:
         found: dict[str, Any] = machine.within(SURVEY_S, lambda: survey(root))
     except TimeoutError:

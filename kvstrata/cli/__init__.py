@@ -43,6 +43,10 @@ def main() -> None:
         _stop(str(refusal), 2)
     except (typer.Abort, KeyboardInterrupt):
         _stop("interrupted", 130)
+    except ImportError as error:
+        if error.name not in ("kvstrata._core", "_core"):  # the dynamic loader says it in short
+            raise
+        _stop(f"its core cannot be loaded ({error}): kvstrata doctor says what to do", 2)
     except Exception as error:
         # Wrong options. Their class is click's or typer's own copy of it, depending on typer's version.
         if not hasattr(error, "format_message"):
