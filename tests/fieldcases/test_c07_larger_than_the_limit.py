@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from support import PAGE, disk_usage, prompt, serve, settle, tiny_layout
 
-from kvstrata.cache import CacheFull
+from kvstrata import machine
+from kvstrata.cache import CacheFull, PrefixCache
+from kvstrata.machine import Memory
 
 # The growth of a process's resident memory, by the kernel's own high-water mark, so in a process of its own. Prints: pages asked
 # for, pages in RAM, high-water mark in bytes beyond what the process had before.
@@ -136,3 +138,35 @@ def test_ten_times_the_limit_of_the_disk(open_cache, tmp_path, layout):
 
     cache = open_cache(gpu=16, cpu=16, disk=root, disk_bytes=cap // 4, layout=layout)  # lowered: holds before open() returns
     assert disk_usage(root) <= cap // 4
+
+
+def test_ten_times_as_many_requests_as_may_run(open_cache):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from kvstrata.engine import Engine, Request, Sampling
+
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=30000, eos_token_id=None
+    )
+    model = transformers.LlamaForCausalLM(config)
+    settings = {"attn.page_size": PAGE, "attn.chunk_size": PAGE, "max_batch_size": 2, "kvc2.cpu_memory_size_GB": "1MiB"}
+    with PrefixCache.open(model, settings, say=None) as cache:
+        engine = Engine(model.eval(), None, cache)
+        sequences = [engine.submit(Request(prompt(2, seed).tolist(), Sampling(max_new_tokens=3))) for seed in range(20)]
+        while not all(sequence.finished for sequence in sequences):
+            engine.step()
+            assert len(engine.scheduler.running) <= 2
+            assert cache.stats()["open_leases"] <= 4  # and as many that load while these run
+        assert [sequence.reason for sequence in sequences] == ["length"] * 20
+
+
+@pytest.mark.parametrize(("free", "cap"), [(40_000_000, 4_000_000), (120_000_000, 12_000_000)])
+def test_the_default_is_a_share_of_free_memory_and_is_told(monkeypatch, capsys, free, cap):
+    monkeypatch.setattr(machine, "memory", lambda: Memory(total=64 * 10**9, available=free))
+    model = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 16}
+    with PrefixCache.open(model, {"attn.page_size": PAGE, "max_batch_size": 1}) as cache:
+        rows = cap // cache.layout.row_stride
+        assert cache.limits.cpu_pages == cache.stats()["cpu"]["capacity"] == rows
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "kvc2.cpu_memory_size_GB" in line)
+    assert f"{cap // 10**6} MB, {rows:,} pages" in line
+    assert f"(10% of {free // 10**6} MB free memory)  [default]" in line
