@@ -279,6 +279,55 @@ void bind_core(nb::module_& module) {
             },
             "ticket"_a, "seconds"_a)
         .def(
+            "put",
+            [](Core& core, const nb::bytes& space, const Ints& tokens, std::uint32_t first) {
+                const Key key = key_of(space, "the namespace");
+                if (core.use().closed()) throw std::runtime_error("this cache is closed; open another one");
+                const RawRows put = core.use().decide([&](Driver& d, double now) { return d.put(now, key, view(tokens), first); });
+                return nb::make_tuple(put.ticket, array_of(put.pages), array_of(put.rows), put.next);
+            },
+            "space"_a, "tokens"_a, "first"_a,
+            "(ticket for copied(), pages from `first` on that neither slab nor disk hold, the slab rows to write them to, the "
+            "first "
+            "page\n"
+            "not looked at); ticket 0: none, for now.")
+        .def(
+            "wait_room",
+            [](Core& core, double seconds) {
+                nb::gil_scoped_release release;
+                return core.use().wait([](const Driver& driver) { return driver.room_to_put(); }, seconds);
+            },
+            "seconds"_a, "Waits until put() finds room; False after `seconds`.")
+        .def(
+            "cold_pages",
+            [](Core& core, const nb::bytes& space, const Ints& tokens) {
+                const Key key = key_of(space, "the namespace");
+                return core.use().decide([&](Driver& d, double now) { return d.cold_pages(now, key, view(tokens)); });
+            },
+            "space"_a, "tokens"_a, "How many pages, from the first on, slab or disk hold.")
+        .def(
+            "fetch",
+            [](Core& core, const nb::bytes& space, const Ints& tokens, std::uint32_t first, std::uint32_t most) {
+                const Key key = key_of(space, "the namespace");
+                if (core.use().closed()) throw std::runtime_error("this cache is closed; open another one");
+                return core.use().decide([&](Driver& d, double now) { return d.fetch(now, key, view(tokens), first, most); });
+            },
+            "space"_a, "tokens"_a, "first"_a, "most"_a,
+            "Brings pages to the slab and keeps them there until end_fetch(id); id 0: slab and disk do not have the first of them.")
+        .def(
+            "fetched",
+            [](Core& core, std::uint64_t id, double seconds) {
+                {
+                    nb::gil_scoped_release release;
+                    core.use().wait([id](const Driver& driver) { return driver.fetched(id); }, seconds);
+                }
+                return array_of(core.use().look([&](const Driver& driver) { return driver.fetched_rows(id); }));
+            },
+            "id"_a, "seconds"_a, "The slab rows of the pages that came within `seconds`, from the first on.")
+        .def(
+            "end_fetch",
+            [](Core& core, std::uint64_t id) { core.use().decide([&](Driver& d, double now) { d.end_fetch(now, id); }); }, "id"_a)
+        .def(
             "take_copies",
             [](Core& core, double seconds) {
                 std::vector<CopyBatch> batches;

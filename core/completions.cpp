@@ -160,7 +160,7 @@ void Driver::finish_grow(const Completion& done) {
     for (SlotRef slot : done.slots) ledger_.add_slot(slot);
     grow_again_at_ = done.status == OpStatus::ok && !done.slots.empty() ? now_ : now_ + config_.retry_after;
     // With nothing to overwrite either, writing waits until there may be room again.
-    if (done.slots.empty() && ledger_.disk_candidates() == 0 && !disk_moving())
+    if (done.slots.empty() && ledger_.candidates(Tier::disk) == 0 && !disk_moving())
         pause_writes(done.status == OpStatus::failed ? DiskHealth::Trouble::failing : DiskHealth::Trouble::full, done.error);
 }
 

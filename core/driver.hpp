@@ -90,6 +90,13 @@ struct CopyBatch {
     Fence fence = 0;  // up: batches up to it may still read the destination rows; down: batches up to it write the source rows
 };
 
+// Rows of the slab that a caller fills himself, and the pages of his prompt, by number, that they are for.
+struct RawRows {
+    std::uint64_t ticket = 0;  // 0: there are none
+    std::vector<Row> pages, rows;
+    std::uint32_t next = 0;  // the first page that was not looked at: before it, all are there or among these
+};
+
 struct Submissions {
     std::vector<Op> ops;
     std::vector<CopyBatch> copies;
@@ -136,6 +143,20 @@ class Driver {
     // Guest mode: copies between pages of the lease and device blocks that the engine owns. A ticket, or 0: nothing to copy.
     std::uint64_t load(double now, LeaseId id, std::uint32_t first_page, std::span<const Row> blocks);
     std::uint64_t save(double now, LeaseId id, std::uint32_t first_page, std::span<const Row> blocks, Fence ready);
+
+    // --- pages that a caller carries to and from the slab himself, without the device, in either mode (raw.cpp)
+    // Rows for the pages from `first` on that neither slab nor disk hold, as many as there is room for; copied(ticket) when they are
+    // written, or will not be.
+    RawRows put(double now, const Key& space, std::span<const std::int32_t> tokens, std::uint32_t first);
+    bool room_to_put() const;
+    std::uint32_t cold_pages(double now, const Key& space, std::span<const std::int32_t> tokens);  // from the first on
+    // Brings at most `most` pages from `first` on to the slab, and keeps them there until end_fetch(). 0: slab and disk do not have the
+    // first of them.
+    std::uint64_t fetch(double now, const Key& space, std::span<const std::int32_t> tokens, std::uint32_t first,
+                        std::uint32_t most);
+    bool fetched(std::uint64_t id) const;                   // none of them is on its way any more
+    std::vector<Row> fetched_rows(std::uint64_t id) const;  // of those that came, from the first on
+    void end_fetch(double now, std::uint64_t id);
 
     // --- moves (moves.cpp, completions.cpp, deadlines.cpp, discovery.cpp)
     Submissions step(double now, std::span<Completion> done);
@@ -229,6 +250,10 @@ class Driver {
     void fail_page(PageId page);
     void check_settled(Lease& lease);
 
+    // raw.cpp
+    Lease prompt_of(const Key& space, std::span<const std::int32_t> tokens);
+    PageId cold_child(const Lease& prompt, PageId above, std::uint32_t index);
+
     // moves.cpp, completions.cpp, deadlines.cpp
     void want(PageId page);  // start, queue or join what brings the page to the home tier
     void queue_load(PageId page);
@@ -268,7 +293,9 @@ class Driver {
     double now_ = 0;
     std::unordered_map<LeaseId, Lease> leases_;
     std::unordered_map<PageId, std::vector<LeaseId>> waiters_;  // of pages that are not in the home tier yet
-    std::map<std::uint64_t, DiskMove> disk_moves_;              // by id: what expires together fails in the order it was started
+    std::unordered_map<std::uint64_t, std::vector<PageId>> fetches_;
+    std::unordered_map<PageId, std::uint32_t> readers_;  // how many fetches have the page
+    std::map<std::uint64_t, DiskMove> disk_moves_;       // by id: what expires together fails in the order it was started
     std::map<std::uint64_t, CopyMove> copies_;
     std::unordered_set<PageId> uploading_;  // an up is queued or under way: the slab copy is held
     std::deque<Waiting> loads_, ups_, downs_, spills_;

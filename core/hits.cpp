@@ -61,6 +61,7 @@ Row Driver::give_up_page(const Lease& lease, LeaseId id, std::uint32_t index) {
     const PageRecord& record = ledger_.forest().at(page);
     if (own_mode())
         return record.state[0] == Residency::incoming && !uploading_.contains(page) ? ledger_.withdraw(Tier::gpu, page) : kNoRow;
+    if (readers_.contains(page)) return kNoRow;  // it is still to be read
     if (record.load_queued && record.state[1] == Residency::incoming) ledger_.withdraw(Tier::cpu, page);
     ledger_.set_load_queued(page, false);
     return kNoRow;

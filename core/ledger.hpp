@@ -89,7 +89,7 @@ class Ledger {
     bool take_this_slot(SlotRef slot);  // where it is free
     bool has_free_slot() const { return !free_slots_.empty(); }
     std::size_t free_slots() const { return free_slots_.size(); }
-    std::size_t disk_candidates() const { return policy_->candidates(Tier::disk); }
+    std::size_t candidates(Tier tier) const { return policy_->candidates(tier); }
     EntryId find_entry(const Key& key) const { return index_.find(key); }
     EntryId add_entry(PageId page, SlotRef slot);                        // being written
     EntryId add_found(const Key& key, const Key& parent, SlotRef slot);  // of an earlier run; kNoEntry if the key is known already

@@ -123,7 +123,8 @@ void Driver::pump_loads() {
             loads_.pop_front();
             continue;
         }
-        if (!waiters_.contains(page) || record.entry == kNoEntry || !ledger_.readable(record.entry)) {
+        const bool wanted = waiters_.contains(page) || readers_.contains(page);
+        if (!wanted || record.entry == kNoEntry || !ledger_.readable(record.entry)) {
             drop_load(page);
             continue;
         }
@@ -305,6 +306,12 @@ bool Driver::check_integrity(std::string& fault) const {
     }
     for (PageId page = 0; page < forest.id_bound(); ++page)
         if (forest.at(page).alive && forest.at(page).pins != pins[page]) return fault = "pins do not match the leases", false;
+    std::unordered_map<PageId, std::uint32_t> readers;
+    for (const auto& [id, pages] : fetches_)
+        for (PageId page : pages) readers[page]++;
+    if (readers != readers_) return fault = "readers do not match the fetches", false;
+    for (const auto& [page, count] : readers_)
+        if (!forest.at(page).alive || forest.at(page).busy[1] < count) return fault = "a page that is fetched is not held", false;
     for (const auto& [id, move] : disk_moves_) rows[1] += move.abandoned && move.kind == OpKind::read;
     for (const auto& [ticket, move] : copies_)
         if (move.abandoned && !(move.up && move.guest)) rows[move.up ? 0 : 1] += move.pages.size();

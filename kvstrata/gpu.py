@@ -21,7 +21,7 @@ from kvstrata._core import Prefault, copy_rows
 from kvstrata.layout import PageLayout
 from kvstrata.machine import memory
 
-__all__ = ["Copy", "Device", "HostDevice", "LayerViews", "PagePool", "Slab", "Transfer", "make_device"]
+__all__ = ["Copy", "Device", "HostDevice", "LayerViews", "PagePool", "Slab", "Transfer", "make_device", "plane_views"]
 
 SCRATCH_ROW = 0
 LAYER_GROUPS = 4  # parts of a row that are copied and waited for one by one: fewer, larger copies against earlier first layers
@@ -180,6 +180,15 @@ class LayerViews(NamedTuple):
         return self.planes["v"]
 
 
+def plane_views(rows: torch.Tensor, layout: PageLayout, layer: int) -> dict[str, torch.Tensor]:
+    """The planes of a layer in page rows, uint8 `[rows, row_stride]`: by name, each `[rows, page_size, *shape]` of its dtype."""
+    planes = {}
+    for plane in layout.layer_planes(layer):
+        part = rows[:, plane.offset : plane.offset + plane.bytes].view(getattr(torch, plane.dtype))
+        planes[plane.name] = part.view(len(rows), layout.page_size, *plane.shape)
+    return planes
+
+
 class PagePool:
     """The hot tier: one allocation of `rows` page rows, made once, never moved. Row 0 is the scratch row: padding is written there
     and nothing is ever read from it.
@@ -199,7 +208,7 @@ class PagePool:
         with torch.inference_mode(False):  # else only code in that mode could write to it
             self.data = self.backend.allocate(rows, layout.row_stride)
             self.data[SCRATCH_ROW].zero_()
-            self.layers = tuple(self._views(layer) for layer in layout.layers)
+            self.layers = tuple(LayerViews(plane_views(self.data, layout, layer)) for layer in layout.layers)
         self.device = self.data.device
         self.dtype: torch.dtype = getattr(torch, layout.dtype)
         self.groups = _split(len(self.layers), LAYER_GROUPS)
@@ -213,13 +222,6 @@ class PagePool:
     def pages(self) -> int:
         """Rows of the pool, the scratch row included: page ids below it are rows."""
         return self.rows
-
-    def _views(self, layer: int) -> LayerViews:
-        planes = {}
-        for plane in self.layout.layer_planes(layer):
-            part = self.data[:, plane.offset : plane.offset + plane.bytes].view(getattr(torch, plane.dtype))
-            planes[plane.name] = part.view(self.rows, self.page_size, *plane.shape)
-        return LayerViews(planes)
 
     def group_range(self, layers: range) -> tuple[int, int]:
         """(offset, bytes) in a row of some adjacent layers, given by position."""

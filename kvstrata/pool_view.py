@@ -12,6 +12,7 @@ from kvstrata.identity import Identity
 from kvstrata.lease import Lease, PagesLost
 from kvstrata.opening import open_view
 from kvstrata.page_table import MiniBatch, from_indptr, from_mini_batch
+from kvstrata.raw import RawAccess
 
 __all__ = ["IndptrView", "MiniBatchView", "PoolView"]
 
@@ -19,7 +20,7 @@ log = logging.getLogger("kvstrata")
 LAST_ID = 1 << 30  # where ids of pages under way begin anew: far below what int32 holds, and no mini-batch lives so long
 
 
-class PoolView:
+class PoolView(RawAccess):
     """What all of them share. `k_cache[i]`: K of layer i, or the latent, `[pages, page_size, heads, width]`; `v_cache[i]`: V, or
     None."""
 
