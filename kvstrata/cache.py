@@ -78,7 +78,7 @@ class PrefixCache(Observed, GuestMode):
         self.limits = limits
         self.page_size = layout.page_size
         self.chunk = max(layout.page_size, chunk or 0)
-        if self.chunk % layout.page_size:
+        if self.chunk % min(layout.page_size, chunk or layout.page_size):
             raise ValueError(f"chunk_size {chunk} and page_size {layout.page_size}: one must divide the other")
         self._spaces = Spaces(identity, limits.disk_path, limits.disk_group)
         self._pool: PagePool | None = None

@@ -2,10 +2,14 @@
 
 import json
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from processes import python
+
+Open = Callable[..., "Neighbour"]
 
 
 class Neighbour:
@@ -42,3 +46,23 @@ class Neighbour:
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
         self.process.communicate()
+
+    def close(self) -> bool:
+        """Ends as one should; whether everything was saved."""
+        saved = bool(self.tell("close"))
+        self.process.communicate()
+        return saved
+
+
+@contextmanager
+def moving_in(root: Path, cap: int = 4 << 20) -> Iterator[Open]:
+    """move_in(cap): a process in the directory. All are killed at the end."""
+    there = []
+
+    def one_more(cap: int = cap) -> Neighbour:
+        there.append(Neighbour(root, cap))
+        return there[-1]
+
+    yield one_more
+    for neighbour in there:
+        neighbour.kill()

@@ -145,20 +145,6 @@ def test_every_problem_has_a_line_that_says_where_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page_size", "chunk_size", "chunk"), [(16, 256, 256), (256, 16, 256), (256, 256, 256), (1024, 256, 1024), (16, 48, 48)]
-)
-def test_s6_chunk_is_the_larger_of_both(page_size: int, chunk_size: int, chunk: int) -> None:
-    assert load({"attn": {"page_size": page_size, "chunk_size": chunk_size}}).chunk == chunk
-
-
-@pytest.mark.parametrize(("page_size", "chunk_size"), [(512, 768), (256, 100), (16, 255)])
-def test_s6_page_and_chunk_that_do_not_fit(page_size: int, chunk_size: int) -> None:
-    text = refusal({"attn": {"page_size": page_size, "chunk_size": chunk_size}})
-    assert f"attn.chunk_size {chunk_size} and attn.page_size {page_size}" in text
-    assert "one must divide the other" in text
-
-
-@pytest.mark.parametrize(
     ("content", "problem"),
     [
         (b"attn: [1\n", "not valid YAML at line 2, column 1"),

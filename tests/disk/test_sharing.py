@@ -2,54 +2,29 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from du_sampler import allocated
-from neighbours import Neighbour
+from neighbours import Neighbour, Open, moving_in
 from processes import watched
 from support import until
 from tool_kit import kvstrata, segments
 
 MIB = 1 << 20
-Open = Callable[..., "Neighbour"]
 
 
 @pytest.fixture
 def move_in(tmp_path: Path) -> Iterator[Open]:
-    """move_in(cap): a process in the directory tmp_path / "disk"."""
-    there = []
-
-    def one_more(cap: int = 4 * MIB) -> Neighbour:
-        there.append(Neighbour(tmp_path / "disk", cap))
-        return there[-1]
-
-    yield one_more
-    for neighbour in there:
-        neighbour.kill()
+    with moving_in(tmp_path / "disk") as move_in:
+        yield move_in
 
 
 def fill(neighbour: Neighbour, seed: int, prompts: int) -> None:
     for number in range(prompts):
         neighbour.serve(10, seed + number)
-
-
-def test_each_finds_what_the_other_writes_and_nobody_writes_it_twice(move_in: Open) -> None:
-    first, second = move_in(), move_in()
-    assert second.opened["disk"]["owners"] == 2
-    first.serve(8, 1)
-    until(lambda: second.disk["shared"] == 8, "the other's pages are known")
-    assert second.serve(8, 1) == 8
-    assert second.serve(10, 2) == 0
-    until(lambda: first.disk["shared"] == 10, "and back")
-    assert first.serve(10, 2) == 10
-    assert (first.disk["pages"], second.disk["pages"]) == (8, 10)
-    third = move_in()
-    assert third.opened["disk"]["shared"] == 18, "who comes later knows them at once"
-    assert third.serve(8, 1) == 8
-    assert third.disk["pages"] == 0
 
 
 def test_who_lives_takes_over_what_a_killed_process_leaves(move_in: Open, tmp_path: Path) -> None:
