@@ -1,6 +1,7 @@
 """Tensor parallelism: one decision for all ranks, one row for all slices, what ranks hold alike kept once."""
 
 import json
+import logging
 import pickle
 import subprocess
 import sys
@@ -16,6 +17,13 @@ from kvstrata.connect.vllm.plan import Report
 
 PROMPT = tokens_of(6 * PAGE + 1)
 SLICE = PAGE * WIDTH * 4  # bytes of a rank's layer in a page
+
+
+def test_f3_the_log_says_whose_the_bytes_are(make_sim, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "kvstrata")
+    make_sim(disk=tmp_path / "disk", ranks=4, replicas=2)
+    lines = [line for line in caplog.messages if "of all 4 ranks together, " in line and " for each of 2 parts, " in line]
+    assert [line.split()[0] for line in lines] == ["kvc2.cpu_memory_size_GB", "kvc2.disk_size_GB"]
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (2, 2), (4, 2), (8, 8)])
