@@ -1,11 +1,11 @@
 # Every target brings what it needs: system packages (by apt, where allowed), the environment .venv, the build.
 #
-#   make demo | test | build | lint | format | tidy | core-test | core-test-asan | core-test-tsan | dst | crash | fuzz | clean
+#   make demo | test | build | lint | format | tidy | core-test | core-test-asan | core-test-tsan | guards | dst | crash | fuzz | clean
 #   make dst SEEDS=10000             deterministic simulations of the driver, one per seed
 #   make crash LOOPS=1000 [SEED=1]   writers killed at random instants, one directory for ten loops; what they leave is proven
 #   make fuzz SECONDS=30             the parsers of bytes from disk; findings and what was learned stay in build/fuzz
 #   make test ARGS="-k lease"        arguments for pytest; likewise for `kvstrata demo` and the core's tests
-#   make unguarded                  a core that can leave its guards out, for tests (docs/testing.md); part of make test
+#   make guards                      without any one of the core's guards tests fail (docs/testing.md)
 #   make test-vllm [ARGS="-m 'not slow'"]   the vLLM connector, in an environment of its own (.venv-vllm)
 #   make demo PYTHON=python3.12 PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 
@@ -33,13 +33,13 @@ QUIET_THREADS := OMP_WAIT_POLICY=passive
 
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: demo test test-vllm build build-unlocked lint format tidy core-test core-test-asan core-test-tsan dst crash fuzz unguarded check-packages clean
+.PHONY: demo test test-vllm build build-unlocked lint format tidy core-test core-test-asan core-test-tsan dst crash fuzz guards check-packages clean
 
 demo: build
 	@$(QUIET_THREADS) $(BIN)/kvstrata demo $(ARGS)
 
 # All tests took 25 minutes beside sanitizer builds on the same two cores; one may take 15 (pyproject.toml). These limits are for hangs.
-test: unguarded
+test: build
 	@$(QUIET_THREADS) OMP_NUM_THREADS=1 timeout --foreground -k 30 1800 $(BIN)/python -m pytest --session-timeout=1740 $(ARGS)
 
 # vLLM pins its torch and much else, so it gets an environment of its own; kvstrata goes there as a wheel, built where all builds are.
@@ -146,10 +146,11 @@ dst: check-packages build/.tools
 crash: build
 	@PYTHONPATH=tests $(BIN)/python -m crash --loops $(LOOPS) $(if $(SEED),--seed $(SEED))
 
-# The core without its guards, one at a time, for tests that show what each is good for. Nothing that is shipped comes from there.
-unguarded: build
+# Tests that show what each guard is good for, with a core that can leave it out. Nothing that is shipped comes from there.
+guards: build
 	$(call core_configure,unguarded,-DKVSTRATA_PYTHON=ON -DKVSTRATA_UNGUARDED=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python))
 	@flock build/unguarded/.lock $(CMAKE) --build build/unguarded --target _core core_tests -- --quiet
+	@$(QUIET_THREADS) OMP_NUM_THREADS=1 KVSTRATA_GUARDS=1 timeout --foreground -k 30 900 $(BIN)/python -m pytest -m guards tests/faults $(ARGS)
 
 SECONDS ?= 30
 FUZZ := $(notdir $(basename $(wildcard core/fuzz/*.cpp)))

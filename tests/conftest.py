@@ -25,7 +25,11 @@ if TYPE_CHECKING:
     from kvstrata.cache import PrefixCache
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not os.environ.get("KVSTRATA_GUARDS"):  # they need a build of their own: make guards
+        guards = [item for item in items if item.get_closest_marker("guards")]
+        items[:] = [item for item in items if item not in guards]
+        config.hook.pytest_deselected(items=guards)
     cuda = [item for item in items if item.get_closest_marker("cuda")]
     if cuda and not _has_gpu():
         for item in cuda:

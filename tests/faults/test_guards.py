@@ -6,6 +6,8 @@ import subprocess
 import pytest
 from unguarded import BUILD
 
+pytestmark = pytest.mark.guards
+
 GUARDS = [
     "publish_after_place",
     "completion_generation",

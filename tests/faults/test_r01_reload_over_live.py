@@ -88,6 +88,7 @@ def test_a_reload_waits_for_the_last_batch_that_may_read_the_row():
     assert fence == 7
 
 
+@pytest.mark.guards
 def test_what_keeps_it_from_happening():
     """Without one line what a request uses could be evicted, and the tests above see it."""
     assert_needed("pins", __file__, "test_many_requests_share_a_small_pool")

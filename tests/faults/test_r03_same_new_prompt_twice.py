@@ -79,6 +79,7 @@ def test_many_threads_with_one_prompt(open_cache, tmp_path):
         settle(cache)
 
 
+@pytest.mark.guards
 def test_what_keeps_it_from_happening():
     """Without one line the second writer would take the page over, and the tests above see it."""
     assert_needed("first_writer", __file__, "test_the_first_writer_wins_in_every_tier")

@@ -63,6 +63,7 @@ def test_a_longer_prompt_while_the_save_is_under_way(open_cache, tmp_path):
     assert serve(cache, tokens).disk == 128
 
 
+@pytest.mark.guards
 def test_what_keeps_it_from_happening():
     """Without one line rows would be overwritten while they are being saved, and the tests above see it."""
     assert_needed("copy_holds", __file__, "test_others_need_the_rows_while_the_save_is_under_way")

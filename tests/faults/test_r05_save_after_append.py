@@ -2,6 +2,7 @@
 
 import threading
 
+import pytest
 from support import PAGE, ByHand, crowd, device_row, fill, fingerprint, prompt, serve, settle, until
 from unguarded import assert_needed
 
@@ -101,6 +102,7 @@ def test_a_copy_of_several_pages_waits_for_the_latest_of_them():
     hand.release(lease, 10)
 
 
+@pytest.mark.guards
 def test_what_keeps_it_from_happening():
     """Without one line a copy would not wait for the batch that writes what it reads, and the tests above see it."""
     assert_needed("ready_fence", __file__, "test_a_copy_of_several_pages_waits_for_the_latest_of_them")

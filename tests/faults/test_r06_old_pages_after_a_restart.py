@@ -27,6 +27,7 @@ def test_pages_of_all_processes_are_found(open_cache, tmp_path, restarts):
     assert stats["corrupt"] == stats["stale"] == stats["key_conflicts"] == 0
 
 
+@pytest.mark.guards
 def test_what_keeps_it_from_happening():
     """Without one line the slots of found pages would be free, and the tests above see it."""
     assert_needed("found_slots", __file__, "test_pages_of_all_processes_are_found")

@@ -110,6 +110,7 @@ def test_a_failed_copy_to_the_device_is_no_hit(open_cache):
     assert serve(cache, tokens).cpu == 48
 
 
+@pytest.mark.guards
 def test_what_keeps_it_from_happening():
     """Without one line a failed write would count as done, and the tests above see it."""
     assert_needed("failed_write", __file__, "test_the_disk_refuses_pages")

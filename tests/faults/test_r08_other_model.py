@@ -88,6 +88,7 @@ def test_both_compute_the_same_tokens_side_by_side(open_cache, tmp_path):
         assert serve(cache, tokens, **whose).cpu == 80  # and begin() proves whose bytes they are
 
 
+@pytest.mark.guards
 def test_what_keeps_it_from_happening():
     """Without one line adapters and tenants would share pages, and the tests above see it."""
     assert_needed("name_space", __file__, "test_adapters_and_tenants_in_every_tier_of_one_process")

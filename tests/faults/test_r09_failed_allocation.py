@@ -1,5 +1,6 @@
 """R9: when room cannot be had, the request that wanted it goes without: nobody else's pages are dropped for it."""
 
+import pytest
 from support import ByHand, GatedDevice, begin, crowd, prompt, serve, settle, until
 from unguarded import assert_needed
 
@@ -116,6 +117,7 @@ def test_no_row_for_a_save():
     assert hand.where(new) == [(2, 2, 0)] * 4
 
 
+@pytest.mark.guards
 def test_what_keeps_it_from_happening():
     """Without one line pages would go for a request that does not fit, and the tests above see it."""
     assert_needed("room_first", __file__, "test_a_lease_that_does_not_fit_evicts_nothing")

@@ -4,6 +4,7 @@ import random
 import threading
 import time
 
+import pytest
 from support import ByHand, begin, finish, prompt
 from unguarded import assert_needed
 
@@ -90,6 +91,7 @@ def test_every_row_waits_for_the_disk():
     assert hand.driver.idle()
 
 
+@pytest.mark.guards
 def test_what_keeps_it_from_happening():
     """Without one line all rows of the slab could wait for a disk that does not answer, and the tests above see it."""
     assert_needed("half_the_slab", __file__, "test_every_row_waits_for_the_disk")

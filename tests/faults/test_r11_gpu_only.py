@@ -1,5 +1,6 @@
 """R11: with the GPU tier alone, saving is nothing to do: no crash, and nothing is waited for."""
 
+import pytest
 from support import PAGE, begin, fill, prompt, serve, settle
 from unguarded import assert_needed
 
@@ -35,6 +36,7 @@ def test_all_that_touches_lower_tiers(open_cache):
     assert cache.close(5)
 
 
+@pytest.mark.guards
 def test_what_keeps_it_from_happening():
     """Without one line saves would wait for rows of a tier that is not there, and the tests above see it."""
     assert_needed("no_cpu_tier", __file__, "test_publishing_saves_nothing")

@@ -54,6 +54,7 @@ def test_a_page_that_comes_down_again_is_not_written_again(open_cache, tmp_path,
     assert cache.stats()["disk_writes"] == written
 
 
+@pytest.mark.guards
 def test_what_keeps_it_from_happening():
     """Without one line what the disk has would be written again, and the tests above see it."""
     assert_needed("written_once", __file__, "test_a_page_that_comes_down_again_is_not_written_again")

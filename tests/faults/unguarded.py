@@ -1,5 +1,5 @@
 """Whether tests fail without the line that keeps their fault from happening: they run in a process of their own, with a core that
-leaves that line out and is built for this alone (`make unguarded`, core/guard.hpp)."""
+leaves that line out and is built for this alone (`make guards`, core/guard.hpp)."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ BUILD = Path(__file__).parents[2] / "build" / "unguarded"
 def unguarded_core() -> Path:
     found = list(BUILD.glob("_core*.so"))
     if not found:
-        pytest.fail("the core without guards is not built: make unguarded")
+        pytest.fail("the core without guards is not built: make guards")
     return found[0]
 
 
