@@ -3,7 +3,8 @@
     OMP_WAIT_POLICY=passive .venv/bin/python benchmarks/decode.py [--dtype bfloat16] [--requests 4] [--json]
 
 SmolLM2-135M, a prefix of 2,048 tokens in the pool, one engine. Rounds of one request and of several are interleaved; each counts
-the CPU time of the process over a window of steps in which every request decodes. The medians are compared.
+the CPU time of the process over a window of steps in which every request decodes. The medians are compared. `products_ratio` is the
+same of the model's matrix products alone, as torch computes them: no engine that leaves the model as it is can do without them.
 """
 
 import argparse
@@ -38,6 +39,17 @@ def seconds_per_step(engine: Engine, prompts: list[list[int]], steps: int) -> fl
     return used / steps
 
 
+def seconds_of_products(model: torch.nn.Module, rows: int) -> float:
+    """CPU seconds of the matrix products of a step with so many rows."""
+    linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    inputs = {width: torch.randn(rows, width, dtype=linear[0].weight.dtype) for width in {one.in_features for one in linear}}
+    with torch.inference_mode():
+        started = time.process_time()
+        for one in linear:
+            torch.nn.functional.linear(inputs[one.in_features], one.weight)
+        return time.process_time() - started
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--dtype", default="float32")
@@ -58,10 +70,12 @@ def main() -> None:
         prompts = [prefix + text.other(40 * number, 16) for number in range(given.requests)]
         for prompt in (prefix, *prompts):
             engine.generate([prompt], max_new_tokens=1)
-        one, several = [], []
+        one, several, products = [], [], []
         for _ in range(given.rounds):
             one.append(seconds_per_step(engine, prompts[:1], given.steps))
             several.append(seconds_per_step(engine, prompts, given.steps))
+            products.append([seconds_of_products(model, rows) for rows in (1, given.requests)])
+    product_one, product_several = (statistics.median(column) for column in zip(*products, strict=True))
     ratio = statistics.median(several) / statistics.median(one)
     row = {
         "case": "decode",
@@ -74,6 +88,8 @@ def main() -> None:
         "several_ms": round(statistics.median(several) * 1e3, 2),
         "several_spread_ms": [round(min(several) * 1e3, 2), round(max(several) * 1e3, 2)],
         "ratio": round(ratio, 3),
+        "products_ms": [round(product_one * 1e3, 2), round(product_several * 1e3, 2)],
+        "products_ratio": round(product_several / product_one, 3),
         "load_average": os.getloadavg()[0],
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "transformers": transformers.__version__},
     }
