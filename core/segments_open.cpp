@@ -189,7 +189,7 @@ int Segments::shrink() {
 }
 
 void Segments::drop_empty_shelves() {
-    for (std::size_t i = owned_.size(); i-- > 1;) {
+    for (std::size_t i = owned_.size(); i-- > 0 && owned_.size() > 1;) {  // also the first: then another is our home
         directory_.remove_shelf(owned_[i]);
         if (!owned_[i].owner) owned_.erase(owned_.begin() + std::ptrdiff_t(i));
     }

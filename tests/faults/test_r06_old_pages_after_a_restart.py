@@ -13,7 +13,8 @@ def test_pages_of_all_processes_are_found(open_cache, tmp_path, restarts):
         assert cache.stats()["disk"]["pages"] == 6 * number
         for seed in range(1, number + 1):
             with cache.lease(prompt(6, seed), leave=0) as lease:
-                assert lease.matched == 96
+                assert lease.wait() == lease.matched == 96
+            settle(cache)
         serve(cache, prompt(6, seed=number + 1))
         settle(cache)
         assert cache.stats()["disk"]["evicted"] == 0
