@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from identity_kit import CONFIG, SECRET, identity
+from identity_kit import CONFIG, SECRET, identity, weights_folder
 
 from kvstrata import fingerprint, secret
 from kvstrata.identity import (
@@ -128,12 +128,7 @@ def test_private_identities_are_equal_to_no_other() -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "model-00001.safetensors").write_bytes(b"one" * 1000)
-    (folder / "model-00002.safetensors").write_bytes(b"two" * 1000)
-    (folder / "config.json").write_text("{}")
-    return folder
+    return weights_folder(tmp_path / "model")
 
 
 def test_links_count_with_what_they_point_to(model: Path, tmp_path: Path) -> None:

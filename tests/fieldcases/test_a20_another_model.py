@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from identity_kit import CONFIG, WEIGHTS, identity
+from identity_kit import CONFIG, WEIGHTS, identity, weights_folder
 from support import PAGE, prompt, serve, settle
 from tool_kit import kvstrata
 
@@ -19,12 +19,7 @@ TOKENS = prompt(5, seed=20)
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "model-00001.safetensors").write_bytes(b"one" * 1000)
-    (folder / "model-00002.safetensors").write_bytes(b"two" * 1000)
-    (folder / "config.json").write_text("{}")
-    return folder
+    return weights_folder(tmp_path / "model")
 
 
 @pytest.fixture
