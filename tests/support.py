@@ -15,7 +15,7 @@ from pages import prompt as prompt
 from pages import tiny_identity as tiny_identity
 from pages import tiny_layout as tiny_layout
 
-from kvstrata.cache import Lease, PrefixCache
+from kvstrata.cache import CacheFull, Lease, PrefixCache
 from kvstrata.gpu import Copy, HostDevice, PagePool, Slab, Transfer
 
 POISON = 0xEE  # of device rows that nobody computed yet; freed slab rows are 0xDB
@@ -60,17 +60,29 @@ class Served(NamedTuple):
 
 def begin(cache: PrefixCache, tokens: Any, *, timeout: float | None = None, **options: Any) -> Lease:
     """A lease whose hit is there and right, and whose other rows are poisoned, as they would be by whoever had them before."""
-    lease = cache.lease(tokens, must=True, **options)
+    lease = roomy(cache, tokens, **options)
     space = cache.namespace(options.get("adapter"), options.get("tenant"))
     hit = lease.wait(timeout) // cache.page_size
     while lease.lost:  # pages did not come and the pool has no row for computing them
         lease.release()
-        lease = cache.lease(tokens, must=True, **options)
+        lease = roomy(cache, tokens, **options)
         hit = lease.wait(timeout) // cache.page_size
     assert not wrong(cache, lease.rows, tokens, hit, space), "a reused page does not hold its own bytes"
     for row in lease.rows[hit:]:
         device_row(cache, row)[:] = POISON
     return lease
+
+
+def roomy(cache: PrefixCache, tokens: Any, **options: Any) -> Lease:
+    """A lease, as soon as there is room: rows of requests that ended are in use while their pages are still being saved."""
+    got = cache.lease(tokens, **options)
+    end = time.monotonic() + 60
+    while isinstance(got, CacheFull):
+        if got.never or time.monotonic() > end:
+            raise got
+        time.sleep(0.001)
+        got = cache.lease(tokens, **options)
+    return got
 
 
 def finish(cache: PrefixCache, lease: Lease, tokens: Any, *, space: bytes | None = None) -> Served:

@@ -191,19 +191,10 @@ def test_known_pages_are_bounded_by_the_tiers(open_cache, tmp_path):
     cache = open_cache(gpu=8, cpu=16, disk=tmp_path / "disk", disk_bytes=1 << 20)
     most = 0
     for seed in range(1250):
-        serve_soon(cache, prompt(8, seed))
+        serve(cache, prompt(8, seed))
         most = max(most, cache.stats()["known_pages"])
     settle(cache)
     stats = cache.stats()
     capacity = 8 + 16 + (1 << 20) // 8192
     assert stats["gpu"]["stored"] > 9000
     assert most <= capacity + 16
-
-
-def serve_soon(cache, tokens):
-    from kvstrata.cache import CacheFull
-
-    while isinstance(lease := cache.lease(tokens), CacheFull):
-        settle(cache)
-    lease.release()
-    serve(cache, tokens)

@@ -69,6 +69,7 @@ def kept(cache, tokens):
 def reads_from_disk(cache, tokens, pages=5):
     crowd(cache, 4, seed=int(np.sum(tokens)))
     assert serve(cache, tokens).disk == pages * PAGE
+    settle(cache)
 
 
 def test_a_file_system_without_room(small, tmp_path):
