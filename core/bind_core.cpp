@@ -295,9 +295,10 @@ void bind_core(nb::module_& module) {
             "wait_room",
             [](Core& core, double seconds) {
                 nb::gil_scoped_release release;
-                return core.use().wait([](const Driver& driver) { return driver.room_to_put(); }, seconds);
+                core.use().wait([](const Driver& driver) { return driver.room_to_put() || driver.writes_paused(); }, seconds);
+                return core.use().look([](const Driver& driver) { return driver.room_to_put(); });
             },
-            "seconds"_a, "Waits until put() finds room; False after `seconds`.")
+            "seconds"_a, "Waits until put() finds room; False after `seconds`, or where the disk makes none.")
         .def(
             "cold_pages",
             [](Core& core, const nb::bytes& space, const Ints& tokens) {

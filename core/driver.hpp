@@ -149,6 +149,7 @@ class Driver {
     // written, or will not be.
     RawRows put(double now, const Key& space, std::span<const std::int32_t> tokens, std::uint32_t first);
     bool room_to_put() const;
+    bool writes_paused() const { return writes_again_at_ > now_; }  // the disk is full, ill or hangs: nothing that waits is written
     std::uint32_t cold_pages(double now, const Key& space, std::span<const std::int32_t> tokens);  // from the first on
     // Brings at most `most` pages from `first` on to the slab, and keeps them there until end_fetch(). 0: slab and disk do not have the
     // first of them.

@@ -48,9 +48,10 @@ RawRows Driver::put(double now, const Key& space, std::span<const std::int32_t> 
             page = ledger_.child(above, brought);
             if (page == kNoPage) page = ledger_.add_page(above, brought, key_below(prompt, above, brought));
         }
+        if (cold) save_again(page);
         if (!cold && i >= first) {
-            // Held while a row is taken, as in save(). Where nothing is written down, the row must not cost the page before this one.
-            const bool keep = !config_.disk && above != prompt.root;
+            // Held while a row is taken, as in save(). The row must not cost the page before this one where that is not written down.
+            const bool keep = above != prompt.root && ledger_.forest().at(above).entry == kNoEntry;
             ledger_.hold(Tier::cpu, page);
             if (keep) ledger_.hold(Tier::cpu, above);
             const Row row = may_dirty(move.pages.size()) ? ledger_.take_row(Tier::cpu) : kNoRow;
@@ -75,7 +76,9 @@ RawRows Driver::put(double now, const Key& space, std::span<const std::int32_t> 
     return answer;
 }
 
-bool Driver::room_to_put() const { return may_dirty(0) && (ledger_.free_rows(Tier::cpu) > 0 || ledger_.candidates(Tier::cpu) > 0); }
+bool Driver::room_to_put() const {
+    return may_dirty(0) && (ledger_.free_rows(Tier::cpu) > 0 || (!writes_paused() && ledger_.candidates(Tier::cpu) > 0));
+}
 
 std::uint32_t Driver::cold_pages(double now, const Key& space, std::span<const std::int32_t> tokens) {
     ledger_.set_time(now_ = now);

@@ -22,13 +22,14 @@ States = Sequence[torch.Tensor] | torch.Tensor | None
 
 class RawAccess:
     """The part of a PoolView that goes past the pool. `k`, `v`: by layer, `[tokens, heads, dim]` or
-    `[pages, page_size, heads, dim]`; of MLA models `k` has the latents, and v is None."""
+    `[pages, page_size, heads, dim]`; of MLA models `k` has the latents, and v is None. Autograd does not see the copies."""
 
     cache: "PrefixCache"
 
     def raw_insert(self, tokens: Any, k: States, v: States = None, *, adapter: Any = None, tenant: str | None = None) -> int:
         """Puts KV states into the CPU tier, and behind it on disk. Returns how many of the tokens, from the first on, these tiers
-        hold then; full pages only. Who came first wins: pages that are there stay as they are.
+        hold then; full pages only. Who came first wins: pages that are there stay as they are. Whoever leases these tokens is
+        served what was put: that it is what the model computes is the caller's word.
 
         Waits for the room that writing to disk makes; where none comes within the load deadline, fewer are held. Raises ValueError
         for other shapes and dtypes, and RuntimeError after close().
@@ -41,14 +42,15 @@ class RawAccess:
             if ticket:
                 written = False
                 try:
-                    for slab, states in planes:
-                        slab[_index(rows)] = states[_index(pages).to(states.device)].to(slab.device)
+                    with torch.no_grad():
+                        for slab, states in planes:
+                            slab[_index(rows)] = states[_index(pages).to(states.device)].to(slab.device)
                     written = True
                 finally:
                     cache._core.copied(ticket, written)
             if after > done:
                 done, end = after, _deadline(cache)
-            elif not cache.limits.disk_path or not cache._core.wait_room(max(0.0, end - time.monotonic())):
+            elif not cache.limits.disk_path or (left := end - time.monotonic()) <= 0 or not cache._core.wait_room(left):
                 break  # without a disk nothing makes room for what is there already
         return int(cache._core.cold_pages(space, array)) * cache.page_size
 
@@ -68,8 +70,9 @@ class RawAccess:
                 break
             try:
                 rows = cache._core.fetched(fetch, cache.limits.load_deadline)
-                for slab, states in planes:
-                    states[done : done + len(rows)] = slab[_index(rows)].to(states.device)
+                with torch.no_grad():
+                    for slab, states in planes:
+                        states[done : done + len(rows)] = slab[_index(rows)].to(states.device)
             finally:
                 cache._core.end_fetch(fetch)
             done += len(rows)
@@ -89,7 +92,7 @@ def _index(numbers: npt.NDArray[np.int32]) -> torch.Tensor:
 def _planes(cache: "PrefixCache", tokens: int, k: States, v: States) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(the plane in the slab, the caller's states of it), both `[rows or pages, page_size, heads, width]`. Raises ValueError."""
     mla = cache.layout.planes[0].name == "latent"
-    given = {"k": [] if k is None else list(k), "v": [] if v is None else list(v)}
+    given = {"k": _by_layer("k", k), "v": _by_layer("v", v)}
     if mla and given["v"]:
         raise ValueError("v must be None: the model keeps one latent per token, and k is all of it")
     layers = cache.layout.layers
@@ -107,8 +110,17 @@ def _planes(cache: "PrefixCache", tokens: int, k: States, v: States) -> list[tup
     return planes
 
 
-def _in_pages(what: str, states: torch.Tensor, plane: torch.Tensor, tokens: int) -> torch.Tensor:
+def _by_layer(name: str, states: Any) -> list[Any]:
+    try:
+        return [] if states is None else list(states)
+    except TypeError:
+        raise ValueError(f"{name} is {type(states).__name__}, but must be a tensor per layer") from None
+
+
+def _in_pages(what: str, states: Any, plane: torch.Tensor, tokens: int) -> torch.Tensor:
     """The states as `[pages, page_size, heads, width]`, a view. Raises ValueError."""
+    if not isinstance(states, torch.Tensor) or states.layout is not torch.strided or states.is_meta:
+        raise ValueError(f"{what} is {_kind(states)}, but must be a torch tensor with data")
     _, size, heads, width = plane.shape
     full = tokens // size
     if states.dtype != plane.dtype:
@@ -120,3 +132,9 @@ def _in_pages(what: str, states: torch.Tensor, plane: torch.Tensor, tokens: int)
         wanted = f"[{tokens}, {heads}, {width}] or [{full}, {size}, {heads}, {width}]"
         raise ValueError(f"{what} has the shape {list(states.shape)}, but must be {wanted} for {tokens} tokens")
     return states if states.dim() == 4 else states[: full * size].view(full, size, heads, width)
+
+
+def _kind(states: Any) -> str:
+    if not isinstance(states, torch.Tensor):
+        return type(states).__name__
+    return "on the device meta" if states.is_meta else str(states.layout)

@@ -110,6 +110,28 @@ TEST_CASE("raw: without a disk a prompt that is too long keeps its beginning") {
     CHECK(cold(stage, {8}) == 0);
 }
 
+TEST_CASE("raw: with a disk that takes nothing a prompt that is too long keeps its beginning, and is written once it takes it") {
+    Stage stage({.cpu_rows = 4, .disk = true});
+    const Tokens tokens{1, 2, 3, 4, 5, 6, 7};
+    std::uint32_t next = put(stage, tokens).next;
+    stage.finish(OpKind::grow);
+    while (stage.count(OpKind::write) > 0) stage.finish(OpKind::write, OpStatus::failed);
+    for (RawRows rows = put(stage, tokens, next); rows.ticket != 0; rows = put(stage, tokens, next)) next = rows.next;
+    CHECK(stage.driver.writes_paused());
+    CHECK_FALSE(stage.driver.room_to_put());
+    CHECK(next == 4);
+    CHECK(cold(stage, tokens) == 4);
+    stage.pass(6);
+    CHECK(put(stage, tokens, next).ticket == 0);  // what is there is written first
+    stage.finish_all();
+    CHECK(stage.has(Tier::disk, {1, 2}));
+    for (int more = 0; more < 8; ++more) {
+        next = put(stage, tokens, next).next;
+        stage.finish_all();
+    }
+    CHECK(stage.has(Tier::disk, tokens));
+}
+
 TEST_CASE("raw: a caller that never says how it ended") {
     Stage stage({.cpu_rows = 4});
     const RawRows rows = stage.driver.put(stage.now, stage.space, Tokens{1, 2}, 0);

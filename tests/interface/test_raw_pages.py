@@ -1,13 +1,16 @@
 """raw_insert and raw_read: KV states straight into the cold tiers and back, past the device."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from pages import PAGE, prompt
-from support import GatedDevice, crowd, serve, settle, wrong
+from pages import PAGE, fingerprint, prompt
+from support import GatedDevice, crowd, find_on_disk, flip, no_writes_beyond, serve, settle, until, wrong
 
+from kvstrata.gpu import plane_views
 from kvstrata.layout import PageLayout
 from kvstrata.static_cache import KDeepSeekV3Cache, KVC2StaticCache
 
@@ -169,6 +172,92 @@ def test_into_a_part_of_a_larger_tensor(open_cache: Any) -> None:
             assert torch.equal(layer.transpose(0, 1), one)
 
 
+def test_states_that_ask_for_gradients(open_cache: Any) -> None:
+    """As a model's forward leaves them: nothing is recorded of the copies, and they are written in place."""
+    view = KVC2StaticCache(CONFIG, cache=open_cache(gpu=2, cpu=8))
+    tokens = prompt(2)
+    put, found = states(len(tokens)), blank(len(tokens))
+    for half in (*put, *found):
+        for layer in half:
+            layer.requires_grad_()
+    assert view.raw_insert(tokens, *put) == view.raw_read(tokens, *found) == 2 * PAGE
+    assert same(found, put, 2 * PAGE)
+    assert all(layer.grad_fn is None for half in found for layer in half)
+
+
+def test_a_disk_that_takes_nothing(open_cache: Any, tmp_path: Path) -> None:
+    """The beginning is held, as where there is no disk, and what is held is written as soon as it can be."""
+    view = KVC2StaticCache(CONFIG, cache=open_cache(gpu=2, cpu=8, disk=tmp_path / "disk", retry_after=0.05))
+    tokens = prompt(20)
+    put = states(len(tokens))
+    with no_writes_beyond(0):
+        assert view.raw_insert(tokens, *put) == 8 * PAGE
+        assert view.raw_read(tokens, *blank(len(tokens))) == 8 * PAGE
+    until(lambda: view.raw_insert(tokens, *put) == 20 * PAGE, "the rest has room once the disk works")
+    settle(view.cache)
+    assert view.cache.stats()["disk"]["pages"] == 20
+    found = blank(len(tokens))
+    assert view.raw_read(tokens, *found) == 20 * PAGE
+    assert same(found, put, 20 * PAGE)
+
+
+def test_a_page_that_is_damaged_on_disk_ends_what_is_read(open_cache: Any, tmp_path: Path) -> None:
+    options = {"gpu": 2, "cpu": 8, "disk": tmp_path / "disk"}
+    view = KVC2StaticCache(CONFIG, cache=open_cache(**options))
+    tokens = prompt(12)
+    put = states(len(tokens))
+    assert view.raw_insert(tokens, *put) == 12 * PAGE
+    assert view.cache.close()
+    ((path, offset),) = find_on_disk(tmp_path / "disk", put[1][1][5 * PAGE : 6 * PAGE].numpy())
+    flip(path, offset + 9)
+    view = KVC2StaticCache(CONFIG, cache=open_cache(**options))
+    for tokens_held in (5 * PAGE, 12 * PAGE):
+        found = blank(len(tokens))
+        assert view.raw_read(tokens, *found) == tokens_held
+        assert same(found, put, tokens_held)
+        assert view.raw_insert(tokens, *put) == 12 * PAGE  # what was dropped is put again
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_several_at_once(open_cache: Any, tmp_path: Path, disk: bool) -> None:
+    """Inserts, reads, requests and purges of the same prompts, in a tier that holds few of them: nobody sees other bytes."""
+    cache = open_cache(gpu=6, cpu=8, disk=tmp_path / "disk" if disk else "", disk_bytes=1 << 19)
+    view = KVC2StaticCache(CONFIG, cache=cache)
+    prompts = [np.concatenate((prompt(2), prompt(pages, seed))) for seed, pages in ((1, 2), (2, 4), (3, 9))]
+    computed = [of_prompt(cache, tokens) for tokens in prompts]
+
+    def insert(turn: int) -> None:
+        assert view.raw_insert(prompts[turn % 3], *computed[turn % 3]) <= len(prompts[turn % 3])
+
+    def read(turn: int) -> None:
+        found = blank(len(prompts[turn % 3]))
+        assert same(found, computed[turn % 3], view.raw_read(prompts[turn % 3], *found))
+
+    def request(turn: int) -> None:
+        serve(cache, prompts[turn % 2])
+
+    def purge(turn: int) -> None:
+        if turn % 10 == 0:
+            cache.purge(everything=True, timeout=0.05)
+        cache.check_integrity()
+
+    with ThreadPoolExecutor(6) as threads:
+        jobs = [
+            threads.submit(lambda job=job: [job(turn) for turn in range(40)])
+            for job in (insert, insert, read, read, request, purge)
+        ]
+        for job in jobs:
+            job.result()
+
+
+def of_prompt(cache: Any, tokens: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The states that requests compute in these tests: their fingerprints."""
+    pages = [fingerprint(cache.layout, cache.namespace(), tokens[:end]) for end in range(PAGE, len(tokens) + 1, PAGE)]
+    rows = torch.from_numpy(np.stack(pages))
+    views = [plane_views(rows, cache.layout, layer) for layer in cache.layout.layers]
+    return [planes["k"].flatten(0, 1) for planes in views], [planes["v"].flatten(0, 1) for planes in views]
+
+
 def test_states_that_do_not_fit(open_cache: Any) -> None:
     view = KVC2StaticCache(CONFIG, cache=open_cache(gpu=2, cpu=8))
     tokens = prompt(2)
@@ -184,9 +273,15 @@ def test_states_that_do_not_fit(open_cache: Any) -> None:
         ),
         (k, [v[0], v[1].transpose(1, 2)], r"v of layer 1 has the shape \[32, 8, 2\]"),
         ([one.view(4, 8, 2, 8) for one in k], v, "k of layer 0 has pages of 8 tokens, but the cache has 16"),
+        (5, v, "k is int, but must be a tensor per layer"),
+        ([None, k[1]], v, "k of layer 0 is NoneType, but must be a torch tensor with data"),
+        ([one.numpy() for one in k], v, "k of layer 0 is ndarray, but must be a torch tensor with data"),
+        (k, [v[0], v[1].to("meta")], "v of layer 1 is on the device meta, but must be a torch tensor with data"),
+        (k, [v[0].to_sparse(), v[1]], "v of layer 0 is torch.sparse_coo, but must be a torch tensor with data"),
     ):
-        with pytest.raises(ValueError, match=sentence):
-            view.raw_insert(tokens, bad_k, bad_v)
+        for call in (view.raw_insert, view.raw_read):
+            with pytest.raises(ValueError, match=sentence):
+                call(tokens, bad_k, bad_v)
     assert view.cache.stats()["cpu"]["pages"] == 0
     view.cache.close()
     with pytest.raises(RuntimeError, match="this cache is closed"):
