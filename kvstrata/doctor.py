@@ -164,7 +164,7 @@ def _directory(subject: Subject, root: Path) -> Iterator[Row]:
         return
     mode = root.stat().st_mode & 0o7777
     system = machine.file_system(root)
-    yield Row("disk_path", "ok", f"{root}, mode {mode:04o}, {system}")
+    yield Row("disk_path", "ok", f"{root}, mode {mode:04o}, {system}{', not there yet: it can be made' if folder.made else ''}")
     yield Row("O_DIRECT", "ok" if direct else "warning", "yes" if direct else "no", "" if direct else _cached(system))
     yield Row("io_uring", "ok", "yes" if ring else "not allowed here: threads make the requests instead")
     yield from _space(subject, folder)

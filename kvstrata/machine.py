@@ -6,11 +6,12 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 ANSWER_S = 1.5  # a file system that takes longer counts as hung
+LOOK_S = 0.1  # for a first look whether it is there
 COUNTING_S = 0.5  # for adding up what a cache directory holds already
 UNLIMITED = 1 << 60  # cgroup v1 writes a number as large as this for no limit
 
@@ -32,12 +33,14 @@ class Memory(NamedTuple):
 
 
 class Folder(NamedTuple):
-    """A directory that can be written. Bytes of its file system, free there for this user, held by the directory itself."""
+    """A directory that can be written. Bytes of its file system, free there for this user, held by the directory itself. `made`: it
+    was not there before."""
 
     path: Path
     total: int
     free: int
     used: int
+    made: bool = False
 
 
 class Unusable(Exception):
@@ -106,6 +109,7 @@ def probe_folder(path: Path, deadline: float | None = None, *, group: bool = Fal
 
 
 def _probe(path: Path, group: bool) -> Folder:
+    made = not os.path.lexists(path)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     owner = path.stat().st_uid
     if owner != os.geteuid() and not group:  # whether a group shares it, the core looks at
@@ -118,7 +122,25 @@ def _probe(path: Path, group: bool) -> Folder:
         os.close(file)
         os.unlink(name)
     system = os.statvfs(path)
-    return Folder(path, system.f_blocks * system.f_frsize, system.f_bavail * system.f_frsize, _held(path))
+    return Folder(path, system.f_blocks * system.f_frsize, system.f_bavail * system.f_frsize, _held(path), made)
+
+
+@contextmanager
+def only_looking(path: Path | None) -> Iterator[None]:
+    """What is made of the directory inside, its parents included, is removed again where nobody put anything into it."""
+    missing: list[Path] = []
+    with suppress(TimeoutError):  # what hangs is told of by others, and soon
+        missing = within(LOOK_S, lambda: [one for one in (path, *path.parents) if not os.path.lexists(one)] if path else [])
+
+    def remove() -> None:
+        for one in missing:  # from the deepest up
+            one.rmdir()
+
+    try:
+        yield
+    finally:
+        with suppress(TimeoutError, OSError):
+            within(ANSWER_S, remove)
 
 
 def file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:

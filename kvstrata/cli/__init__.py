@@ -51,7 +51,8 @@ def main() -> None:
         # Wrong options. Their class is click's or typer's own copy of it, depending on typer's version.
         if not hasattr(error, "format_message"):
             raise
-        _stop(error.format_message(), getattr(error, "exit_code", 2))
+        command = getattr(getattr(error, "ctx", None), "command_path", "kvstrata")
+        _stop(f"{error.format_message()} (see {command} --help)", getattr(error, "exit_code", 2))
     else:
         sys.exit(status if isinstance(status, int) else 0)
 

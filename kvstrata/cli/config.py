@@ -11,7 +11,14 @@ from kvstrata.cli.refusal import Refused
 
 __all__ = ["config", "reference"]
 
-config = typer.Typer(help="What the settings are, and what they come to.", no_args_is_help=True)
+config = typer.Typer()
+
+
+@config.callback(invoke_without_command=True)
+def _options(context: typer.Context) -> None:
+    """What the settings are, and what they come to."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @config.command()
@@ -57,10 +64,12 @@ def show(
 
 
 def _banner(settings: Any, model: Path, device: str) -> list[str]:
+    from kvstrata.machine import only_looking
     from kvstrata.opening import ACTIVATIONS, device_free
 
     layout = model_layout(model, settings.attn.page_size)
-    told: list[str] = settings.resolve(layout, device=device, device_free_bytes=device_free(device, ACTIVATIONS)).banner()
+    with only_looking(settings.disk_root):
+        told: list[str] = settings.resolve(layout, device=device, device_free_bytes=device_free(device, ACTIVATIONS)).banner()
     return told
 
 

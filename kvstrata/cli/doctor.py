@@ -21,13 +21,14 @@ def doctor(
     selftest: Annotated[bool, typer.Option("--selftest", help="Send pages through every tier and compare them.")] = False,
     json_output: JsonOption = False,
 ) -> None:
-    """Check software, memory and the disk tier's directory against what is to be served.
+    """Check software, memory and the disk tier's directory against what is to be served. Leaves a missing directory missing.
 
     Exit code 0 when all is well, 1 with warnings, 2 with errors.
     """
     from kvstrata.cli.config import check_device
     from kvstrata.config import ConfigError, Settings
     from kvstrata.doctor import Subject, examine, exit_code
+    from kvstrata.machine import only_looking
 
     check_device(device)
     try:
@@ -36,16 +37,12 @@ def doctor(
         raise Refused(str(error)) from error
     layout = None if model is None else _layout(model, settings)
     subject = Subject(settings, layout, seq_len, sessions or settings.max_batch_size, device)
-    rows = []
-    for row in examine(subject):
-        rows.append(row)
-        if not json_output:
-            _show(row)
-    if selftest:
-        for row in _selftest(subject, rows):
-            rows.append(row)
-            if not json_output:
-                _show(row)
+    rows: list[Any] = []
+    with only_looking(settings.disk_root):
+        for row in examine(subject):
+            _tell(row, rows, json_output)
+        for row in _selftest(subject, rows) if selftest else ():
+            _tell(row, rows, json_output)
     if json_output:
         typer.echo(json.dumps({"rows": [row._asdict() for row in rows], "exit_code": exit_code(rows)}))
     raise typer.Exit(exit_code(rows))
@@ -75,6 +72,12 @@ def _selftest(subject: Any, rows: list[Any]) -> list[Any]:
         Row(f"self-test: {tier}", "error" if trouble else "ok", trouble or "pages came back as they were")
         for tier, trouble in results.items()
     ]
+
+
+def _tell(row: Any, rows: list[Any], json_output: bool) -> None:
+    rows.append(row)
+    if not json_output:
+        _show(row)
 
 
 def _show(row: Any) -> None:

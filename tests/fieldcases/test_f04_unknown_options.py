@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from settings_kit import refusal, resolve
+from tool_kit import kvstrata
 
 from kvstrata.cache import PrefixCache
 from kvstrata.config import KEYS, ConfigError
@@ -72,3 +73,29 @@ def test_nothing_is_opened_with_an_unknown_key(monkeypatch: pytest.MonkeyPatch) 
 def test_a_valid_key_that_the_chosen_tiers_do_not_use(settings: dict[str, Any], warning: str) -> None:
     assert resolve(settings).warnings == (warning,)
     assert f"warning: {warning}" in resolve(settings).banner()
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong", "command"),
+    [
+        ("frobnicate", "'frobnicate'", "kvstrata"),
+        ("config shw", "'shw'", "kvstrata config"),
+        ("doctor --sesions 3", "--sesions", "kvstrata doctor"),
+        ("doctor --seq-len many", "--seq-len", "kvstrata doctor"),
+        ("explain", "--tokens", "kvstrata explain"),
+    ],
+)
+def test_commands_and_options_that_are_wrong(line: str, wrong: str, command: str) -> None:
+    """One line that names it and says where help is; the words between are typer's."""
+    ended = kvstrata(*line.split())
+    assert (ended.status, ended.out, ended.err.count("\n")) == (2, "", 1)
+    assert ended.err.startswith("kvstrata: ")
+    assert wrong in ended.err
+    assert ended.err.endswith(f" (see {command} --help)\n")
+
+
+@pytest.mark.parametrize("group", [(), ("config",)])
+def test_a_group_alone_prints_its_help(group: tuple[str, ...]) -> None:
+    ended = kvstrata(*group)
+    assert (ended.status, ended.err) == (0, "")
+    assert "Usage: " in ended.out

@@ -18,6 +18,7 @@ from kvstrata.engine.runner import PagedRunner, PastRunner
 PROMPT = 3 * CHUNK + 9
 REUSED = 3 * CHUNK
 HEADS = (1, 2, 3, 8)
+FROM_TIERS = (("none", 0), ("gpu", 0), ("cpu", 1), ("disk", 4))  # and how often others need the whole pool before
 CASES = [
     *[(kind, "deepseek", 0) for kind in ("KVC2StaticCache", "KDeepSeekV3Cache")],
     *[(kind, family, heads) for kind, family in (("KVC2Qwen3Cache", "qwen3"), ("KGQACache", "llama")) for heads in HEADS],
@@ -86,6 +87,42 @@ def test_the_engine_gives_the_bits_of_a_recomputation(tmp_path: Path, family: st
         assert sources == from_tier("disk" if case == "restart" else case), case
         assert torch.equal(scores, wanted), case
     assert torch.allclose(wanted, whole[:3], atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("kinds", "family", "heads"),
+    [
+        (("KVC2StaticCache", "KDeepSeekV3Cache"), "deepseek", 0),
+        (("KVC2Qwen3Cache",), "qwen3", 2),
+        (("KGQACache",), "llama", 3),
+    ],
+)
+def test_half_precision(tmp_path: Path, kinds: tuple[str, ...], family: str, heads: int, dtype: torch.dtype) -> None:
+    """The dtypes that are served in: the classes, then the engine, which sets the model's attention."""
+    model, tokens = model_of(family, heads).to(dtype), words(PROMPT)
+    wanted = recomputed(model, tokens)
+    assert wanted.dtype == dtype
+    for kind in kinds:
+        with open_for(model, 64, tmp_path / kind) as cache:
+            view = KINDS[kind](model.config, cache=cache)
+            assert view.dtype == dtype
+            for tier, rounds in FROM_TIERS:
+                push_out(cache, rounds)
+                scores, sources = through(view, model, tokens)
+                assert sources == from_tier(tier), tier
+                assert torch.equal(scores, wanted), tier
+                assert cache.flush(60)
+    with open_for(model, 64, tmp_path / "engine") as cache:
+        wanted, _ = logits(Engine(model, BYTES, cache, reuse=False), tokens, new=3)
+        engine = Engine(model, BYTES, cache)
+        for tier, rounds in FROM_TIERS:
+            push_out(cache, rounds)
+            scores, sources = logits(engine, tokens, new=3)
+            assert sources == from_tier(tier), tier
+            assert torch.equal(scores, wanted), tier
+            assert cache.flush(60)
+        cache.check_integrity()
 
 
 def test_mla_pages_hold_latents_and_nothing_else(tmp_path: Path) -> None:

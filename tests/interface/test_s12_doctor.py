@@ -60,9 +60,29 @@ def test_a_good_one(files: Any) -> None:
         assert ended.status == 0
     assert re.search(r"reads .*B/s, writes .*B/s", told(ended, "disk speed")["value"])
     assert [row["value"] for row in rows if row["check"].startswith("self-test")] == ["pages came back as they were"] * 4
-    assert sorted(path.name for path in (model / "cache").iterdir()) == []  # nothing is left behind
+    assert "not there yet: it can be made" in told(ended, "disk_path")["value"]
+    assert not (model / "cache").exists()  # nothing is left behind
     text = kvstrata("doctor", "--config", config, "--model", model)
     assert "ok       disk_path" in text.out
+
+
+def test_who_only_looks_makes_no_directory(files: Any, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    for folder in ("new", "new/and/deep", "there", "there/new"):
+        config, model = files(disk_path=str(tmp_path / folder), disk_size_GB="1GB")
+        for command in (("doctor", "--selftest"), ("config", "show")):
+            before = sorted(tmp_path.rglob("*"))
+            assert kvstrata(*command, "--config", config, "--model", model).status in (0, 1)
+            assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_somebody_put_there_meanwhile_stays(tmp_path: Path) -> None:
+    with machine.only_looking(tmp_path / "a" / "b"):
+        (tmp_path / "a" / "b" / "c").mkdir(parents=True)
+    assert (tmp_path / "a" / "b" / "c").is_dir()
+    with machine.only_looking(tmp_path / "a" / "d"):
+        (tmp_path / "a" / "d").mkdir()
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["b"]
 
 
 def test_a_path_that_cannot_be_made(files: Any, tmp_path: Path) -> None:
