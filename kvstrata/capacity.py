@@ -13,7 +13,7 @@ from kvstrata.units import GB, in_bytes, readable
 if TYPE_CHECKING:
     from kvstrata.config import Settings
 
-__all__ = ["Capacity", "Tier", "check", "cpu_bytes", "disk_bytes", "gpu_tier", "resolve"]
+__all__ = ["Capacity", "Tier", "check", "cpu_bytes", "disk_bytes", "gpu_tier", "resolve", "unused"]
 
 POOL_TOKENS = 4096  # per request of max_batch_size, of the GPU tier's default on the CPU
 CPU_SHARE, CPU_MOST = 0.10, 8 * GB
@@ -113,7 +113,7 @@ def resolve(
         raise ValueError(f"the layout has pages of {layout.page_size} tokens, the settings of {settings.attn.page_size}")
     memory = memory or machine.memory()
     problems: list[str] = []
-    warnings = _unused(settings, guest)
+    warnings = unused(settings, guest)
     if settings.others:
         warnings.insert(0, f"{', '.join(settings.others)}: not used, these sections are KTransformers' own")
     cpu = disk = None
@@ -237,7 +237,7 @@ def _tier(settings: "Settings", layout: PageLayout, key: str, size: int, why: st
     return Tier(size, layout.pages_in(size), layout.tokens_in(size), why)
 
 
-def _unused(settings: "Settings", guest: bool) -> list[str]:
+def unused(settings: "Settings", guest: bool = False) -> list[str]:
     """Settings that somebody made and that have no effect."""
     kvc2 = settings.kvc2
     if guest:

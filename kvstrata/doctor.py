@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvstrata import __version__, capacity, machine
-from kvstrata.config import Settings
+from kvstrata.config import ConfigError, Settings
 from kvstrata.disk_speed import DiskSpeed, measure
 from kvstrata.layout import PageLayout
 from kvstrata.units import counted, in_bytes, readable
@@ -45,6 +45,15 @@ class Subject(NamedTuple):
 
 def examine(subject: Subject) -> Iterator[Row]:
     """The rows, one by one as they are found out."""
+    rows = []
+    for row in _looked_at(subject):
+        rows.append(row)
+        yield row
+    if subject.layout is not None and not any(row.state == "error" and row.check in ("device", "disk_path") for row in rows):
+        yield from _start(subject, subject.layout, [row.fix for row in rows])
+
+
+def _looked_at(subject: Subject) -> Iterator[Row]:
     yield from _software()
     core = _core()
     yield core
@@ -58,6 +67,22 @@ def examine(subject: Subject) -> Iterator[Row]:
         yield Row("disk_path", "warning", "not looked at: that needs the core")
         return
     yield from _directory(subject, root)
+
+
+def _start(subject: Subject, layout: PageLayout, told: list[str]) -> Iterator[Row]:
+    """What the start itself would stop with, and was not told yet; and what it would pass over."""
+    from kvstrata.opening import ACTIVATIONS, device_free
+
+    settings, device = subject.settings, subject.device
+    for unused in capacity.unused(settings):
+        yield Row("settings", "warning", unused, "remove it, or what makes it useless")
+    try:
+        settings.resolve(layout, device=device, device_free_bytes=device_free(device, ACTIVATIONS))
+    except ConfigError as error:
+        for problem in str(error).splitlines():
+            if not any(problem in fix for fix in told):
+                value, _, fix = problem.partition("; ")
+                yield Row("start", "error", value, fix)
 
 
 def exit_code(rows: list[Row]) -> int:
@@ -155,6 +180,7 @@ def _directory(subject: Subject, root: Path) -> Iterator[Row]:
     group = subject.settings.kvc2.disk_group
     try:
         folder = machine.probe_folder(root, FOLDER_S, group=group)
+        mode = root.stat().st_mode & 0o7777
         direct, ring = abilities(str(root), group)
     except machine.Unusable as cause:
         yield Row("disk_path", "error", f"{root} cannot be used: {cause}", "name a directory that this user can write")
@@ -162,9 +188,10 @@ def _directory(subject: Subject, root: Path) -> Iterator[Row]:
     except RuntimeError as error:
         yield Row("disk_path", "error", str(error))
         return
-    mode = root.stat().st_mode & 0o7777
+    then = root.stat().st_mode & 0o7777
     system = machine.file_system(root)
-    yield Row("disk_path", "ok", f"{root}, mode {mode:04o}, {system}{', not there yet: it can be made' if folder.made else ''}")
+    state = ", not there yet: it can be made" if folder.made else f", and {then:04o} once a cache opens it" if then != mode else ""
+    yield Row("disk_path", "ok", f"{root}, {system}, mode {mode:04o}{state}")
     yield Row("O_DIRECT", "ok" if direct else "warning", "yes" if direct else "no", "" if direct else _cached(system))
     yield Row("io_uring", "ok", "yes" if ring else "not allowed here: threads make the requests instead")
     yield from _space(subject, folder)

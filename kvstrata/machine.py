@@ -127,20 +127,30 @@ def _probe(path: Path, group: bool) -> Folder:
 
 @contextmanager
 def only_looking(path: Path | None) -> Iterator[None]:
-    """What is made of the directory inside, its parents included, is removed again where nobody put anything into it."""
+    """Leaves a directory as it was, where nobody puts anything into it meanwhile: what is made of it inside, its parents included,
+    is removed again, and an empty one gets back its mode."""
     missing: list[Path] = []
-    with suppress(TimeoutError):  # what hangs is told of by others, and soon
-        missing = within(LOOK_S, lambda: [one for one in (path, *path.parents) if not os.path.lexists(one)] if path else [])
+    mode: int | None = None
 
-    def remove() -> None:
+    def look() -> None:
+        nonlocal mode
+        if path is not None:
+            missing.extend(one for one in (path, *path.parents) if not os.path.lexists(one))
+            mode = None if missing else path.stat().st_mode
+
+    def restore() -> None:
         for one in missing:  # from the deepest up
             one.rmdir()
+        if path is not None and mode is not None and path.stat().st_mode != mode and not os.listdir(path):
+            path.chmod(stat.S_IMODE(mode))
 
+    with suppress(TimeoutError, OSError):  # what hangs is told of by others, and soon
+        within(LOOK_S, look)
     try:
         yield
     finally:
         with suppress(TimeoutError, OSError):
-            within(ANSWER_S, remove)
+            within(ANSWER_S, restore)
 
 
 def file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:

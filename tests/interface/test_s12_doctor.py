@@ -12,7 +12,7 @@ from support import serve, settle
 from tool_kit import kvstrata
 
 from kvstrata import doctor, machine
-from kvstrata.config import Settings
+from kvstrata.config import ConfigError, Settings
 from kvstrata.doctor import Row, Subject, examine, exit_code
 from kvstrata.gpu import Copy, HostDevice, PagePool, Slab, Transfer
 from kvstrata.layout import PageLayout
@@ -74,6 +74,49 @@ def test_who_only_looks_makes_no_directory(files: Any, tmp_path: Path) -> None:
             before = sorted(tmp_path.rglob("*"))
             assert kvstrata(*command, "--config", config, "--model", model).status in (0, 1)
             assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_who_only_looks_leaves_the_mode(files: Any, tmp_path: Path) -> None:
+    """An empty directory is this user's alone as soon as a cache opens it, not before."""
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o755)
+    config, model = files(disk_size_GB="1GB")
+    for command in (("doctor", "--json"), ("config", "show")):
+        ended = kvstrata(*command, "--config", config, "--model", model)
+        assert (tmp_path / "cache").stat().st_mode & 0o7777 == 0o755
+        if command[0] == "doctor":
+            assert told(ended, "disk_path")["value"].endswith("mode 0755, and 0700 once a cache opens it")
+    with machine.only_looking(tmp_path / "cache"):  # a cache opens it meanwhile
+        (tmp_path / "cache").chmod(0o700)
+        (tmp_path / "cache" / "shelves").mkdir()
+    assert (tmp_path / "cache").stat().st_mode & 0o7777 == 0o700
+
+
+@pytest.mark.parametrize(
+    ("kvc2", "sentence"),
+    [
+        ({"disk_size_GB": "10MB"}, "kvc2.disk_size_GB of 10 MB holds 1 pages of 6.29 MB and needs 4"),
+        ({"disk_size_GB": "500PB"}, "is more than the whole file system"),
+        ({"cpu_memory_size_GB": "1MB"}, "kvc2.cpu_memory_size_GB of 1 MB holds 0 pages of 6.29 MB and needs 1"),
+        ({"gpu_memory_size_GB": "7MB"}, "kvc2.gpu_memory_size_GB of 7 MB holds 1 pages of 6.29 MB and needs 2"),
+    ],
+)
+def test_what_stops_the_start_is_an_error(files: Any, kvc2: dict[str, Any], sentence: str) -> None:
+    config, model = files(**kvc2)
+    with pytest.raises(ConfigError) as stopped:
+        Settings.load(config, environ={}).resolve(LAYOUT)
+    assert sentence in str(stopped.value)
+    ended = kvstrata("doctor", "--config", config, "--model", model, "--seq-len", 256, "--sessions", 1, "--json")
+    assert ended.status == 2
+    errors = [f"{row['value']}; {row['fix']}" for row in ended.json["rows"] if row["state"] == "error"]
+    assert sum(sentence in error for error in errors) == 1
+
+
+def test_what_has_no_effect_is_a_warning(files: Any) -> None:
+    config, model = files(gpu_only=True)
+    ended = kvstrata("doctor", "--config", config, "--model", model, "--seq-len", 256, "--json")
+    assert ended.status == 1
+    assert told(ended, "settings")["value"] == "kvc2.disk_path: not used, since kvc2.gpu_only is true"
 
 
 def test_what_somebody_put_there_meanwhile_stays(tmp_path: Path) -> None:
