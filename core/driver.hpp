@@ -58,19 +58,22 @@ struct LeaseRequest {
 struct LeaseAnswer {
     LeaseId id = 0;               // 0: the pool is full
     bool never = false;           // full, and no waiting will help
-    std::uint32_t needed = 0;     // rows of the device pool
-    std::uint32_t available = 0;  // rows that could be had
+    std::uint32_t needed = 0;     // where it is full: rows of the device pool
+    std::uint32_t available = 0;  // and rows that could be had
 };
 
 // What a lease holds at the moment.
 struct Lease {
     PageId root = kNoPage;
-    std::vector<std::int32_t> tokens;
+    std::vector<std::int32_t> tokens;  // of the request, behind the first `dropped`
+    std::uint64_t dropped = 0;
     std::vector<MediaSpan> media;
     std::vector<PageId> path;       // matched pages, then those it published
     std::vector<Row> rows;          // of the device pool, one per page of tokens + reserve (own mode)
     std::vector<std::uint8_t> own;  // the row is the lease's alone: no page of the forest has it
     std::vector<Tier> source;       // of the matched pages: the fastest tier each was in
+    std::array<std::uint32_t, kTiers>
+        deepest{};  // of the path: pages up to the last with a copy in the tier, as the lookup found it
     std::uint32_t multiple = 0;
     std::uint32_t matched = 0;  // pages found at the lookup
     std::uint32_t hit = 0;      // of them, pages that can still be served
@@ -238,10 +241,18 @@ class Driver {
     Waiting waiting(PageId page) const { return {page, ledger_.forest().at(page).generation, now_}; }
 
     // leases.cpp, hits.cpp
+    Content content(std::span<const std::int32_t> tokens, std::int64_t begin, const std::vector<MediaSpan>& media);
     Content content(const Lease& lease, std::uint32_t page);
     Key key_below(const Lease& lease, PageId above, const Content& content) const;
-    void find_path(Lease& lease, std::uint32_t limit, bool load);
-    bool take_rows(Lease& lease, std::uint32_t total, LeaseAnswer& answer);
+    struct Found {
+        bool all_home = true;                   // every page of the path is in the home tier
+        std::vector<std::uint32_t> look_again;  // pages of the path whose copy on disk is missing, or to be noted as used
+    };
+    Found find_path(Lease& lease, std::span<const std::int32_t> tokens, std::uint32_t limit, bool load);
+    void cut_path(Lease& lease, std::uint32_t pages);
+    bool take_rows(Lease& lease, std::uint32_t total, bool all_home, LeaseAnswer& answer);
+    void used(const Lease& lease);
+    static void tally(const Lease& lease, std::array<std::uint64_t, kTiers>& counter);
     void expect_all(Lease& lease, LeaseId id);
     std::vector<PageId> in_use() const;
     void shorten(Lease& lease, LeaseId id, std::uint32_t pages);
@@ -263,7 +274,8 @@ class Driver {
     void queue_spill(PageId page);
     void save_instead(PageId page);
     void save_again(PageId page);
-    void note_use(EntryId entry);
+    void note_use_of(EntryId entry);
+    void note_use(PageId page);
     bool on_disk(PageId page);
     bool disk_moving() const;
     void pump_loads();

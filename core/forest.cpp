@@ -36,6 +36,7 @@ PageId Forest::root(const Key& space) {
         if (at(page).key == space) return page;
     const PageId page = allocate();
     at(page).key = space;
+    at(page).root = page;
     same_prefix.push_back(page);
     return page;
 }
@@ -48,13 +49,16 @@ std::span<const MediaItem> Forest::media(PageId page) const {
 
 Content Forest::content(PageId page) const { return {{tokens(page), page_size_}, media(page)}; }
 
-const Key& Forest::space(PageId page) const {
-    while (!at(page).is_root()) page = at(page).parent;
-    return at(page).key;
+// For the few tokens of a small page a call of memcmp costs more than the comparison.
+bool Forest::same_tokens(const std::int32_t* a, const std::int32_t* b, std::size_t count) {
+    constexpr std::size_t kSmallPage = 16;
+    if (count != kSmallPage) return std::memcmp(a, b, count * sizeof *a) == 0;
+    std::int32_t differ = 0;
+    for (std::size_t i = 0; i < kSmallPage; ++i) differ |= a[i] ^ b[i];
+    return differ == 0;
 }
 
-bool Forest::same(PageId page, const Content& content) const {
-    if (std::memcmp(tokens(page), content.tokens.data(), page_size_ * sizeof(std::int32_t)) != 0) return false;
+bool Forest::same_media(PageId page, const Content& content) const {
     const auto mine = media(page);
     return mine.size() == content.media.size() &&
            (mine.empty() || std::memcmp(mine.data(), content.media.data(), mine.size_bytes()) == 0);
@@ -67,10 +71,7 @@ std::uint32_t Forest::mix(PageId parent, const Content& content) {
     return static_cast<std::uint32_t>(h >> 32);
 }
 
-PageId Forest::child(PageId parent, const Content& content) const {
-    const PageRecord& above = at(parent);
-    if (above.children == 0) return kNoPage;
-    if (above.first_child != kNoPage && same(above.first_child, content)) return above.first_child;
+PageId Forest::search(PageId parent, const Content& content) const {
     const std::uint32_t hash = mix(parent, content);
     const std::size_t mask = table_.size() - 1;
     for (std::size_t i = hash & mask; table_[i] != kNoPage; i = (i + 1) & mask) {
@@ -88,6 +89,7 @@ PageId Forest::insert(PageId parent, const Content& content, const Key& key) {
     PageRecord& above = at(parent);
     record.key = key;
     record.parent = parent;
+    record.root = above.root;
     record.depth = above.depth + 1;
     record.hash = mix(parent, content);
     above.children++;
@@ -161,6 +163,7 @@ bool Forest::check_integrity(std::string& fault) const {
         if (!record.alive || record.is_root()) continue;
         ++live;
         if (!at(record.parent).alive) return fault = "page " + std::to_string(page) + " has a dead parent", false;
+        if (record.root != at(record.parent).root) return fault = "page " + std::to_string(page) + ": wrong root", false;
         if (record.depth != at(record.parent).depth + 1) return fault = "page " + std::to_string(page) + ": wrong depth", false;
         if (child(record.parent, content(page)) != page) return fault = "page " + std::to_string(page) + " cannot be found", false;
         children[record.parent]++;

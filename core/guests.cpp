@@ -21,8 +21,7 @@ std::uint64_t Driver::load(double now, LeaseId id, std::uint32_t first_page, std
         move.device.push_back(blocks[i]);
     }
     if (move.pages.empty()) return 0;
-    if (!std::exchange(lease.used, true))
-        for (std::uint32_t i = 0; i < lease.hit; ++i) counters_.used[static_cast<std::size_t>(lease.source[i])]++;
+    if (!std::exchange(lease.used, true)) tally(lease, counters_.used);
     return start_copy(std::move(move), released_);
 }
 

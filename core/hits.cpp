@@ -33,7 +33,7 @@ void Driver::shorten(Lease& lease, LeaseId id, std::uint32_t pages) {
         lease.rows[i] = row;
         lease.own[i] = row != kNoRow;
     }
-    lease.path.resize(pages);
+    cut_path(lease, pages);
     move_pin(lease);
     for (std::size_t i = dropped.size(); i-- > 0;) ledger_.retire(dropped[i]);
     for (std::size_t i = pages; own_mode() && i < pages + dropped.size(); ++i) {
@@ -102,7 +102,7 @@ void Driver::fail_page(PageId page) {
 void Driver::check_settled(Lease& lease) {
     if (lease.settled || lease.missing > 0) return;
     lease.settled = true;
-    for (std::uint32_t i = 0; i < lease.hit; ++i) counters_.loaded[static_cast<std::size_t>(lease.source[i])]++;
+    tally(lease, counters_.loaded);
 }
 
 }  // namespace kvstrata

@@ -41,16 +41,19 @@ void Ledger::retire(PageId page) {
     }
 }
 
+void Ledger::used(Tier tier, PageId deepest) {
+    if (tier == Tier::disk)
+        used_again(forest_.at(deepest).entry);
+    else
+        policy_->used(tier, deepest, now_);
+}
+
 void Ledger::used(PageId deepest) {
-    for (Tier tier : {Tier::gpu, Tier::cpu}) {
+    for (Tier tier : {Tier::gpu, Tier::cpu, Tier::disk}) {
         PageId page = deepest;
-        while (!forest_.at(page).is_root() && forest_.at(page).state[slot(tier)] != Residency::resident)
-            page = forest_.at(page).parent;
-        if (!forest_.at(page).is_root()) policy_->used(tier, page, now_);
+        while (!forest_.at(page).is_root() && !has_copy(tier, page)) page = forest_.at(page).parent;
+        if (!forest_.at(page).is_root()) used(tier, page);
     }
-    PageId page = deepest;
-    while (!forest_.at(page).is_root() && forest_.at(page).entry == kNoEntry) page = forest_.at(page).parent;
-    if (!forest_.at(page).is_root()) used_again(forest_.at(page).entry);
 }
 
 void Ledger::used_again(EntryId id) {
@@ -175,8 +178,11 @@ void Ledger::unpin(PageId page) {
 
 // --- proofs
 
-std::uint32_t Ledger::evictable(const std::vector<PageId>& in_use) {
+std::uint32_t Ledger::evictable(const std::vector<PageId>& in_use, std::uint32_t enough) {
     const std::size_t home = slot(home_);
+    std::uint64_t most = 0;  // that cannot leave
+    for (PageId page : in_use) most += forest_.at(page).depth;
+    if (most + enough <= rows_[home].resident) return enough;
     ++visit_;
     if (visited_.size() < forest_.id_bound()) visited_.resize(forest_.id_bound(), 0);
     std::uint32_t fixed = 0;

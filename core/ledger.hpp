@@ -56,8 +56,14 @@ class Ledger {
     // A new record without any copy. Retired by itself as soon as it is left with no copy, child, pin or move.
     PageId add_page(PageId parent, const Content& content, const Key& key) { return forest_.insert(parent, content, key); }
     void retire(PageId page);
-    void used(PageId deepest);       // a lease used the chain that ends here
-    void used_again(EntryId entry);  // its page was computed anew
+    bool has_copy(Tier tier, PageId page) const {
+        const PageRecord& record = forest_.at(page);
+        return tier == Tier::disk ? record.entry != kNoEntry : record.state[slot(tier)] == Residency::resident;
+    }
+    void used(Tier tier, PageId deepest);  // somebody used the chain whose last copy in the tier is this one's
+    void used(PageId deepest);             // the chain that ends here, in every tier; costs a look at what has no copy there
+    void used_again(EntryId entry);        // its page was computed anew
+    void set_noted(PageId page, std::uint32_t seconds) { forest_.at(page).noted = seconds; }
     Entry& entry(EntryId id) { return index_.at(id); }
 
     // --- rows of a memory tier
@@ -118,8 +124,9 @@ class Ledger {
     std::uint32_t shared() const { return shared_entries_; }
     void back_off(EntryId entry, double until) { index_.at(entry).retry_at = until; }
 
-    // Pages that could leave the home tier if everything not pinned, held or incoming left it. Costs the length of what is in use.
-    std::uint32_t evictable(const std::vector<PageId>& in_use);
+    // Pages that could leave the home tier if everything not pinned, held or incoming left it; `enough`, or more, where there are at
+    // least so many. Costs the length of what is in use, but for that case.
+    std::uint32_t evictable(const std::vector<PageId>& in_use, std::uint32_t enough);
 
     const TierCounters& counters(Tier tier) const { return counters_[static_cast<std::size_t>(tier)]; }
     void count_failure(Tier tier) { counters_[static_cast<std::size_t>(tier)].failures++; }

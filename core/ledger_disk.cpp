@@ -85,6 +85,7 @@ void Ledger::link_found(EntryId id, const Key& parent) {
 
 void Ledger::attach(PageId page, EntryId id) {
     forest_.at(page).entry = id;
+    forest_.at(page).noted = 0;
     index_.at(id).page = page;
     const EntryId above = forest_.at(forest_.at(page).parent).entry;
     if (above != kNoEntry && index_.at(id).parent == kNoEntry) link_found(id, index_.at(above).key);  // that one was found later

@@ -84,7 +84,7 @@ bool Driver::on_disk(PageId page) {
     if (entry.page == kNoPage && !entry.contested) ledger_.attach(page, known);  // written by an earlier run
     if (record.entry == known) {
         ledger_.used_again(known);
-        note_use(known);
+        note_use_of(known);
     } else {
         counters_.key_conflicts++;
     }
@@ -92,12 +92,20 @@ bool Driver::on_disk(PageId page) {
 }
 
 // So that whoever opens the directory later knows what was used, though it may never have been read from there since it was written.
-void Driver::note_use(EntryId id) {
+void Driver::note_use_of(EntryId id) {
     constexpr std::size_t kMost = 1 << 20;  // where nobody takes them
     Entry& entry = ledger_.entry(id);
     if (entry.foreign || entry.writing || now_ < entry.used + config_.note_uses_after || uses_.size() >= kMost) return;
     entry.used = static_cast<std::uint32_t>(now_);
     uses_.push_back({entry.slot, entry.used});
+}
+
+// The record remembers it too: most of the time no look at the entry is needed.
+void Driver::note_use(PageId page) {
+    const EntryId id = ledger_.forest().at(page).entry;
+    note_use_of(id);
+    const Entry& entry = ledger_.index().at(id);
+    ledger_.set_noted(page, entry.foreign ? static_cast<std::uint32_t>(now_) : entry.used);
 }
 
 void Driver::queue_spill(PageId page) {

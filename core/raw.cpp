@@ -117,7 +117,7 @@ std::uint64_t Driver::fetch(double now, const Key& space, std::span<const std::i
         ledger_.hold(Tier::cpu, page);  // from before it is there: it stays once it is
         readers_[page]++;
         const PageRecord& record = ledger_.forest().at(page);
-        if (record.entry != kNoEntry) note_use(record.entry);
+        if (record.entry != kNoEntry) note_use_of(record.entry);
         if (record.state[1] == Residency::none && !record.load_queued) queue_load(page);
     }
     const std::uint64_t id = next_id_++;

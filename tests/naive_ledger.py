@@ -70,6 +70,7 @@ class Lease:
     path: list[Page] = field(default_factory=list)
     own: list[bool | None] = field(default_factory=list)  # of each row: the lease's alone; None: it lost the row
     source: list[str] = field(default_factory=list)
+    deepest: dict[str, int] = field(default_factory=dict)  # pages up to the last with a copy in the tier, as found
     matched: int = 0
     hit: int = 0
     settled: bool = False
@@ -224,13 +225,6 @@ class NaiveLedger:
         while entry is not None:
             entry.stamp = self.ticks  # another's matters to nobody
             entry = entry.parent
-
-    def used(self, deepest: Page) -> None:
-        for tier in (GPU, CPU):
-            there = next((page for page in deepest.chain() if page.state[tier] == RESIDENT), None)
-            if there is not None:
-                self.touch(there, tier)
-        self.touch_entry(next((page.entry for page in deepest.chain() if page.entry is not None), None))
 
     def take_row(self, tier: str) -> bool:
         if self.free[tier] == 0:

@@ -39,6 +39,7 @@ class NaiveCache(NaiveMoves):
             missed = most - len(lease.path)
         for page in lease.path:
             lease.source.append(next((tier for tier in (GPU, CPU) if page.state[tier] == RESIDENT), DISK))
+        self.look_for_copies(lease, len(lease.path))
         lease.matched = lease.hit = len(lease.path)
         needed = total - sum(page.state[GPU] != NONE for page in lease.path)
         self.asking = lease.path
@@ -69,9 +70,30 @@ class NaiveCache(NaiveMoves):
         self.check_settled(lease)
         for page in lease.path:
             self.save_again(page)
-        if lease.path:
-            self.used(lease.path[-1])
-        return lease.id, False, needed, available, lease.matched
+        self.used_by(lease)
+        return lease.id, False, 0, 0, lease.matched
+
+    # Of what a lookup found, the deepest copy of each lower tier counts as used, and if that is gone, none.
+
+    def look_for_copies(self, lease: Lease, pages: int) -> None:
+        for tier in (CPU, DISK):
+            known = lease.path[: min(pages, lease.deepest.get(tier, pages))]
+            lease.deepest[tier] = max((i + 1 for i, page in enumerate(known) if self.has_copy(page, tier)), default=0)
+
+    @staticmethod
+    def has_copy(page: Page, tier: str) -> bool:
+        return page.entry is not None if tier == DISK else page.state[tier] == RESIDENT
+
+    def used_by(self, lease: Lease) -> None:
+        for tier in (GPU, CPU, DISK):
+            found = 0 if tier == GPU else lease.hit
+            there = [page for page in lease.path[found:] if self.has_copy(page, tier)]
+            if not there and tier != GPU and (deepest := lease.deepest[tier]):
+                there = [page for page in [lease.path[deepest - 1]] if self.has_copy(page, tier)]
+            if there and tier == DISK:
+                self.touch_entry(there[-1].entry)
+            elif there:
+                self.touch(there[-1], tier)
 
     def missing(self, lease: Lease) -> int:
         return sum(lease in page.waiters for page in lease.path)
@@ -126,6 +148,7 @@ class NaiveCache(NaiveMoves):
         has_row = {i: self.stop_waiting(lease, lease.path[i]) for i in reversed(range(pages, len(lease.path)))}
         lease.hit = pages
         del lease.path[pages:]
+        self.look_for_copies(lease, pages)
         for i in sorted(has_row):
             lease.own[i] = True if has_row[i] or self.take_row(GPU) else None
         lease.lost = lease.lost or None in lease.own
@@ -162,5 +185,4 @@ class NaiveCache(NaiveMoves):
         for page in lease.path:
             self.free[GPU] += self.stop_waiting(lease, page)
         self.free[GPU] += lease.own.count(True)
-        if lease.path:
-            self.used(lease.path[-1])
+        self.used_by(lease)

@@ -167,7 +167,10 @@ TEST_CASE("ledger: what could be evicted is known exactly, without evicting it")
                 held.push_back(page);
             }
         }
-        std::uint32_t expected = ledger.free_rows(Tier::gpu) + ledger.evictable(in_use);
+        const std::uint32_t evictable = ledger.evictable(in_use, ~std::uint32_t{0});
+        for (std::uint32_t enough = 0; enough <= evictable + 2; ++enough)
+            CHECK((ledger.evictable(in_use, enough) >= enough) == (evictable >= enough));
+        std::uint32_t expected = ledger.free_rows(Tier::gpu) + evictable;
         std::vector<Row> taken;
         for (Row row = ledger.take_row(Tier::gpu); row != kNoRow; row = ledger.take_row(Tier::gpu)) taken.push_back(row);
         CHECK(taken.size() == expected);

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from kvstrata import __version__
+from kvstrata.cli.bench import bench
 from kvstrata.cli.config import config
 from kvstrata.cli.demo import demo
 from kvstrata.cli.doctor import doctor
@@ -21,6 +22,7 @@ app = typer.Typer(name="kvstrata", add_completion=False, pretty_exceptions_enabl
 for command in (demo, doctor, inspect, verify, purge, explain):
     app.command()(command)
 app.add_typer(config, name="config")
+app.add_typer(bench, name="bench")
 
 
 @app.callback(invoke_without_command=True)

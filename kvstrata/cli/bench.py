@@ -1,0 +1,95 @@
+"""`kvstrata bench`: what the cache costs, beside the physical limit measured in the same run."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvstrata.cli.directory import JsonOption
+from kvstrata.cli.refusal import Refused
+
+if TYPE_CHECKING:
+    from kvstrata.bench.report import Row
+
+bench = typer.Typer(help="Measure what the cache costs, beside the limit of this machine in the same run.", no_args_is_help=True)
+
+FolderOption = Annotated[Path | None, typer.Option(help="Where the disk tier lies meanwhile. Default: a temporary directory.")]
+RoundsOption = Annotated[int, typer.Option(min=1, help="Rounds; each takes our figure and the limit once.")]
+
+
+@bench.command()
+def match(
+    page_size: Annotated[list[int] | None, typer.Option(help="Tokens of a page; repeatable. Default: 16 and 256.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Of the prompts that are found.")] = 131072,
+    pages: Annotated[int, typer.Option(min=1, help="Held on the device, 4 KiB of memory each.")] = 1_000_000,
+    rounds: RoundsOption = 30,
+    folder: FolderOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Finding, pinning, publishing and evicting pages, against comparing and hashing their tokens."""
+    from kvstrata.bench import match as benchmark
+    from kvstrata.layout import check_page_size
+
+    sizes = tuple(page_size or (16, 256))
+    for size in sizes:
+        try:
+            check_page_size(size)
+        except ValueError as error:
+            raise Refused(f"--page-size: {error}") from error
+        if tokens % size:
+            raise Refused(f"--tokens {tokens} is not a multiple of the page size {size}: nothing would be found of the rest")
+        if tokens // size * (2 * benchmark.PROMPTS + 2) > pages:
+            least = tokens // size * (2 * benchmark.PROMPTS + 2)
+            raise Refused(f"--pages {pages} cannot hold the prompts that are looked for: use at least {least}, or fewer --tokens")
+    _show(lambda say: benchmark.measure(sizes, tokens, pages, rounds, _folder(folder), say), json_output)
+
+
+def _folder(folder: Path | None) -> str | None:
+    if folder is None:
+        return None
+    if not folder.is_dir():
+        raise Refused(f"--folder {folder} is no directory: make it first")
+    return str(folder)
+
+
+def _show(measure: Callable[[Callable[[str], None]], "Iterator[Row]"], json_output: bool) -> None:
+    """Prints rows as they come, or all at the end as JSON; wrong data is the end of it."""
+    from kvstrata.bench.report import WrongData, environment
+    from kvstrata.cli.tables import console
+
+    out, notes = console(), console(stderr=True)
+    found = environment()
+    rows: list[dict[str, Any]] = []
+    if not json_output:
+        out.print(_machine(found), soft_wrap=True)
+    try:
+        for row in measure(lambda text: notes.print(f"  {text}", soft_wrap=True)):
+            rows.append(row.as_dict())
+            if not json_output:
+                out.print(_line(rows[-1]), soft_wrap=True)
+    except WrongData as error:
+        raise Refused(f"the benchmark failed: {error}") from error
+    except (MemoryError, OSError, RuntimeError, ValueError) as error:
+        raise Refused(f"the benchmark cannot run here: {error}") from error
+    if json_output:
+        typer.echo(json.dumps({"rows": rows, "machine": found}))
+
+
+FIXED = ("case", "value", "unit", "limit", "ratio", "spread", "ratio_spread", "rounds")
+
+
+def _line(row: dict[str, Any]) -> str:
+    parameters = ", ".join(f"{name} {value}" for name, value in row.items() if name not in FIXED)
+    low, high = row["spread"]
+    figure = f"{row['case']:12} {row['value']:>9} {row['unit']:5} ({low} to {high})"
+    if row["limit"] is None:
+        return f"{figure:60} {'':30} {parameters}"
+    low, high = row["ratio_spread"]
+    return f"{figure:60} {row['ratio']:>6} x the limit {row['limit']} ({low} to {high})  {parameters}"
+
+
+def _machine(found: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return f"{found['processor']}, {found['cores']} cores, load {found['load_average']}; {versions}"

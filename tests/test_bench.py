@@ -1,0 +1,69 @@
+"""`kvstrata bench`: the rows that it promises, and that wrong data ends it. What is fast enough is no question of a test."""
+
+import pytest
+from tool_kit import kvstrata
+
+from kvstrata.bench import match
+from kvstrata.bench.report import WrongData, compare
+
+SMALL = ("--tokens", 2048, "--pages", 2000, "--rounds", 2)
+
+
+def test_match_measures_every_case_beside_its_limit():
+    ended = kvstrata("bench", "match", *SMALL, "--json")
+    assert ended.status == 0, ended.err
+    rows = ended.json["rows"]
+    cases = [(row["case"], row["page_size"], row.get("turns")) for row in rows]
+    for size in (16, 256):
+        assert cases[:8] == [
+            *((case, size, turns) for turns in (1, 128) for case in ("match", "match_hot")),
+            *((case, size, None) for case in ("from_list", "miss", "evict", "publish")),
+        ]
+        del cases[:8]
+    assert not cases
+    for row in rows:
+        assert row["value"] > 0
+        assert row["spread"][0] <= row["value"] <= row["spread"][1]
+        assert (row["limit"] is None) == (row["ratio"] is None) == (row["case"] in ("from_list", "miss", "evict"))
+    assert {"python", "numpy", "kvstrata"} <= set(ended.json["machine"]["versions"])
+    assert ended.json["machine"]["load_average"] >= 0
+
+
+def test_match_prints_a_line_for_each_row():
+    ended = kvstrata("bench", "match", *SMALL, "--page-size", 256)
+    assert ended.status == 0, ended.err
+    lines = ended.out.splitlines()
+    assert "load" in lines[0]
+    assert [line.split()[0] for line in lines[1:]] == "match match_hot match match_hot from_list miss evict publish".split()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--tokens", 1000, "--page-size", 256), "--tokens 1000 is not a multiple of the page size 256"),
+        (("--tokens", 2048, "--page-size", 24), "--page-size: "),
+        (("--tokens", 131072, "--pages", 1000), "--pages 1000 cannot hold the prompts"),
+        (("--folder", "/nowhere"), "--folder /nowhere is no directory: make it first"),
+        (("--rounds", 0), "--rounds"),
+    ],
+)
+def test_options_that_cannot_be(options, sentence):
+    ended = kvstrata("bench", "match", *options)
+    assert ended.status == 2
+    assert sentence in ended.err
+
+
+def test_wrong_data_ends_a_benchmark(monkeypatch):
+    """A cache that finds half of what it should is fast, and worth nothing."""
+    real = match.lease_once
+    monkeypatch.setattr(match, "lease_once", lambda cache, tokens: real(cache, tokens[: len(tokens) // 2]))
+    ended = kvstrata("bench", "match", *SMALL)
+    assert ended.status == 2
+    assert "the benchmark failed: 1008 of 2048 cached tokens were found" in ended.err
+    assert issubclass(WrongData, RuntimeError)
+
+
+def test_ratios_are_of_single_rounds():
+    row = compare("some", "ms", [1.0, 2.0, 30.0], [1.0, 1.0, 10.0], page_size=16)
+    assert (row.value, row.limit, row.ratio) == (2.0, 1.0, 2.0)
+    assert row.as_dict()["page_size"] == 16
