@@ -304,6 +304,24 @@ void bind_disk(nb::module_& module) {
         },
         "path"_a, "keys"_a, "Those of the page keys that the directory's tables name. Raises RuntimeError.");
     module.def(
+        "pages_after",
+        [](const std::string& path, const std::vector<nb::bytes>& keys, std::size_t most) {
+            std::set<Key, KeyOrder> wanted;
+            for (const nb::bytes& key : keys) wanted.insert(key_of(key, "a page key"));
+            std::vector<NextPage> found;
+            {
+                const nb::gil_scoped_release release;
+                const auto disk = open_existing(path);
+                found = pages_after(disk, survey(disk), wanted, most);
+            }
+            nb::list pages;
+            for (const NextPage& page : found) pages.append(nb::make_tuple(bytes_of(page.above), array_of(page.tokens)));
+            return pages;
+        },
+        "path"_a, "keys"_a, "most"_a,
+        "(key, tokens) of pages in the directory that continue one of these keys, or begin one of these namespaces; `most` at "
+        "most. Raises RuntimeError.");
+    module.def(
         "continuations",
         [](const std::string& path, const std::vector<nb::bytes>& keys) {
             PurgeOrder order;

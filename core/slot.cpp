@@ -130,9 +130,8 @@ int encode_header(std::byte* header, const Shape& shape, std::span<const Plane> 
 bool read_header(const std::byte* header, const Shape& shape, FoundPage& into) {
     HeaderStart start;
     if (!sound_header(header, shape, start)) return false;
-    std::vector<std::int32_t> tokens(shape.page_size);
+    const std::vector<std::int32_t> tokens = header_tokens(header, shape);
     std::vector<MediaItem> media(start.media_count);
-    std::memcpy(tokens.data(), header + tokens_at(shape), tokens.size() * sizeof(std::int32_t));
     if (!media.empty()) std::memcpy(media.data(), header + media_at(shape), media.size() * sizeof(MediaItem));
     if (page_key(start.space, start.parent, {tokens, media}) != start.key) return false;
     into.space = start.space;
@@ -141,6 +140,12 @@ bool read_header(const std::byte* header, const Shape& shape, FoundPage& into) {
     into.uses = start.uses;
     into.last_use = start.last_use;
     return true;
+}
+
+std::vector<std::int32_t> header_tokens(const std::byte* header, const Shape& shape) {
+    std::vector<std::int32_t> tokens(shape.page_size);
+    std::memcpy(tokens.data(), header + tokens_at(shape), tokens.size() * sizeof(std::int32_t));
+    return tokens;
 }
 
 RowProof::RowProof(const std::byte* header, const Shape& shape) {

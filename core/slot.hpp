@@ -58,6 +58,7 @@ int encode_header(std::byte* header, const Shape& shape, std::span<const Plane> 
 // What a header by itself tells about its page, where it is sound, of this shape, and its key is the hash of its content: everything but
 // the row, and `slot`. False: there is no page.
 bool read_header(const std::byte* header, const Shape& shape, FoundPage& into);
+std::vector<std::int32_t> header_tokens(const std::byte* header, const Shape& shape);  // of one that it found to be sound
 
 // Proves a row that comes piece by piece, from its first byte on, against the planes and checksums that its own header names. The header
 // is one that read_header() found to be sound; it is not needed any more once this is made.

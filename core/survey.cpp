@@ -124,17 +124,45 @@ Survey survey(const std::shared_ptr<Disk>& disk, std::chrono::milliseconds patie
     return all;
 }
 
-void for_each_page(const std::shared_ptr<Disk>& disk, const Survey& all, const std::function<void(const Record&)>& sink) {
+namespace {
+
+using PageSink = std::function<void(const SegmentFile& segment, std::uint32_t slot, const Record& record)>;
+
+void for_each_slot(const std::shared_ptr<Disk>& disk, const Survey& all, const PageSink& sink) {
     for (const ShelfSurvey& shelf : all.shelves) {
         for (const SegmentSurvey& listed : shelf.segments) {
             SegmentFile segment(disk, "shelves/" + shelf.id + "/" + listed.name, listed.bytes);
             if (segment.open() != 0 || segment.state() != HeaderState::sound) continue;
-            segment.for_each([&](std::uint32_t, RecordState state, const Record& record, std::uint32_t) {
-                if (state == RecordState::page) sink(record);
+            segment.for_each([&](std::uint32_t slot, RecordState state, const Record& record, std::uint32_t) {
+                if (state == RecordState::page) sink(segment, slot, record);
                 return true;
             });
         }
     }
+}
+
+}  // namespace
+
+void for_each_page(const std::shared_ptr<Disk>& disk, const Survey& all, const std::function<void(const Record&)>& sink) {
+    for_each_slot(disk, all, [&](const SegmentFile&, std::uint32_t, const Record& record) { sink(record); });
+}
+
+std::vector<NextPage> pages_after(const std::shared_ptr<Disk>& disk, const Survey& all, const std::set<Key, KeyOrder>& keys,
+                                  std::size_t most) {
+    std::vector<NextPage> found;
+    for_each_slot(disk, all, [&](const SegmentFile& segment, std::uint32_t slot, const Record& record) {
+        if (found.size() >= most || !keys.contains(record.parent)) return;
+        const std::size_t bytes = segment.shape().header_bytes;
+        AlignedBuffer header(bytes);
+        int error = 0;
+        const auto file = File::open(disk, segment.path(), OpenMode::read, error);
+        if (!file || !header.data()) return;
+        FoundPage page;
+        const bool whole = file->read(header.data(), bytes, segment.slot_offset(slot)) == std::int64_t(bytes);
+        if (whole && read_header(header.data(), segment.shape(), page) && page.key == record.key)
+            found.push_back({page.parent, header_tokens(header.data(), segment.shape())});
+    });
+    return found;
 }
 
 std::set<Key, KeyOrder> pages_among(const std::shared_ptr<Disk>& disk, const Survey& all, const std::set<Key, KeyOrder>& keys) {

@@ -74,4 +74,13 @@ void for_each_page(const std::shared_ptr<Disk>& disk, const Survey& all, const s
 // Those of the keys that some table names.
 std::set<Key, KeyOrder> pages_among(const std::shared_ptr<Disk>& disk, const Survey& all, const std::set<Key, KeyOrder>& keys);
 
+// A page that continues another: whose key, or namespace where it is the first, and its tokens.
+struct NextPage {
+    Key above;
+    std::vector<std::int32_t> tokens;
+};
+// Those that continue one of the keys, `most` at most, as far as their slots' headers can be read and prove it.
+std::vector<NextPage> pages_after(const std::shared_ptr<Disk>& disk, const Survey& all, const std::set<Key, KeyOrder>& keys,
+                                  std::size_t most);
+
 }  // namespace kvstrata

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from kvstrata._core import Core
 from kvstrata.arguments import MediaItem, check_tokens, media_arrays, token_array
-from kvstrata.explaining import explained, nearest_namespaces
+from kvstrata.explaining import explained, look_on_disk, nearest_namespaces
 from kvstrata.limits import Limits
 from kvstrata.spaces import Spaces
 
@@ -51,7 +51,8 @@ class Observed:
         media: Sequence[MediaItem] = (),
         leave: int = 1,
     ) -> dict[str, Any]:
-        """Why a request with these tokens hits as far as it does; nothing is changed by asking. Arguments as for lease().
+        """Why a request with these tokens hits as far as it does; nothing is changed by asking. Arguments as for lease(). Without
+        media it looks on disk, too: not for a serving thread.
 
         "hit": tokens that it would reuse. "pages": of the first pages that are anywhere, by tier: "there", "coming", or "left
         alone" (it could not be read just now). "differs": where the closest cached prompt goes on otherwise: "position", and the
@@ -64,6 +65,8 @@ class Observed:
         found = self._core.explain(self._spaces.of(adapter, tenant), array, *media_arrays(media))
         told = explained(array, self.page_size, leave, found)
         told["namespaces"] = []
+        if self.limits.disk_path and not media:
+            look_on_disk(told, self.limits.disk_path, self._spaces.of(adapter, tenant), array, leave)
         if not told["pages"] and self.limits.disk_path:
             ours = self._spaces.identity.describe(adapter, tenant, self._spaces.secret)
             told["namespaces"] = nearest_namespaces(self.limits.disk_path, ours)

@@ -10,7 +10,7 @@ from typing import Any
 from kvstrata._core import survey as look
 from kvstrata.units import counted
 
-__all__ = ["describe", "survey"]
+__all__ = ["describe", "description", "survey"]
 
 DESCRIPTION_BYTES = 64 * 1024  # a description that is longer is not one
 TEXT = 120  # characters of a text that are believed
@@ -39,13 +39,14 @@ def survey(path: str | Path) -> dict[str, Any]:
 
 def describe(path: str | Path, namespace: str) -> dict[str, Any]:
     """What namespaces/<namespace>.json says, as far as it can be believed: short printable texts, numbers of possible size."""
-    content = _read(Path(path) / "namespaces" / f"{namespace}.json")
+    content = description(Path(path) / "namespaces" / f"{namespace}.json")
     said: dict[str, Any] = {name: _believed(content.get(name), kind) for name, kind in FIELDS.items()}
     said["tenant"] = content.get("tenant") is True
     return said
 
 
-def _read(path: Path) -> dict[str, Any]:
+def description(path: Path) -> dict[str, Any]:
+    """What the file of a namespace says, {} where it is none. Nothing in it is believed, and no link or pipe is followed."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

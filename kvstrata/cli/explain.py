@@ -15,7 +15,9 @@ def explain(
     config: ConfigOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Show how many pages of a prompt are on disk, in each namespace.
+    """Show how many pages of a prompt are on disk, in each namespace, and why not more.
+
+    Where the closest prompt there goes on otherwise, with both tokens; and in what the identity of other namespaces differs.
 
     What is in the memory of a running process only it can tell: PrefixCache.explain(tokens).
     """
@@ -47,5 +49,12 @@ def _show(found: list[dict[str, Any]], tokens: int, folder: str) -> None:
             f"{there * size:,}",
         )
     out.print(rows)
+    for number, space in enumerate(found):
+        name, parts = space["namespace"][:12], space["differs"]
+        if parts is not None:
+            there = f"{parts['cached']} in the closest prompt that is on disk"
+            out.print(f"{name}: token {parts['position']} is {parts['asked']}, and {there}", soft_wrap=True)
+        if number and space["unlike"]:
+            out.print(f"{name} is not {found[0]['namespace'][:12]}: other {', '.join(space['unlike'])}", soft_wrap=True)
     if not any(space["pages_of_prompt"] for space in found):
         out.print("no namespace holds the beginning of this prompt: other tokens, another model or dtype, or evicted")

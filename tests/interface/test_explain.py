@@ -76,9 +76,14 @@ def test_pages_of_an_earlier_run_are_told_by_their_keys(open_cache: Any, tmp_pat
     first.close()
     second = open_cache(gpu=8, cpu=16, disk=tmp_path / "disk")
     assert second.explain(tokens)["pages"] == [{"disk": "there"}] * 4
-    other = tokens.copy()
-    other[3 * PAGE] += 1
-    assert len(second.explain(other)["pages"]) == 3
+    for at in (3, 2 * PAGE - 1, 3 * PAGE):  # what they hold instead is read from there
+        other = tokens.copy()
+        other[at] += 1
+        told = second.explain(other)
+        assert len(told["pages"]) == at // PAGE
+        assert told["differs"] == {"position": at, "asked": int(other[at]), "cached": int(tokens[at])}
+        why = f"token {at} is {other[at]}, and {tokens[at]} in the closest prompt" if at < 3 * PAGE else "every full page"
+        assert why in told["because"]  # the last page is computed in any case
 
 
 def test_other_tenants_and_models(open_cache: Any, tmp_path: Path) -> None:
@@ -109,6 +114,31 @@ def test_the_command(cache: PrefixCache, tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("[1, 2, x")
     assert "must hold token ids" in kvstrata("explain", tmp_path / "disk", "--tokens", tmp_path / "tokens").err
     assert kvstrata("explain", tmp_path, "--tokens", tmp_path / "tokens").status == 2
+
+
+def test_the_command_tells_why_not_more(open_cache: Any, tmp_path: Path) -> None:
+    """The first token that differs, of the closest prompt; and in what another model's namespace differs."""
+    layout = tiny_layout()
+    for weights, seeds in ((bytes(32), (1, 2)), (b"w" * 32, (3,))):
+        cache = open_cache(gpu=8, cpu=16, disk=tmp_path / "disk", identity=tiny_identity(layout, weights=weights))
+        for seed in seeds:
+            saved(cache, seed=seed)
+        cache.close()
+    tokens = prompt(4, seed=1)
+    for at in (5, 2 * PAGE + 3):
+        asked = tokens.copy()
+        asked[at] += 1
+        (tmp_path / "tokens").write_text(json.dumps(asked.tolist()))
+        ended = kvstrata("explain", tmp_path / "disk", "--tokens", tmp_path / "tokens", "--json")
+        spaces = {space["namespace"]: space for space in ended.json["namespaces"]}
+        ours, theirs = spaces.pop(ended.json["namespaces"][0]["namespace"]), next(iter(spaces.values()))
+        if at > PAGE:
+            assert ours["pages_of_prompt"] == 2
+            assert ours["differs"] == {"position": at, "asked": int(asked[at]), "cached": int(tokens[at])}
+        assert {tuple(ours["unlike"]), tuple(theirs["unlike"])} == {(), ("weights",)}
+        out = kvstrata("explain", tmp_path / "disk", "--tokens", tmp_path / "tokens").out
+        assert f"token {at} is {asked[at]}, and {tokens[at]} in the closest prompt that is on disk" in out
+        assert ": other weights" in out
 
 
 def test_the_same_tokens_with_other_media(open_cache: Any) -> None:
