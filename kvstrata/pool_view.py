@@ -171,14 +171,14 @@ class PoolView(RawAccess):
         return first
 
     def _bring(self, ids: torch.Tensor) -> torch.Tensor:
-        """The rows of pages; those that are not on the device are waited for. Raises PagesLost, and ValueError for ids of
-        nobody."""
-        if not self._absent and ids.device.type != "cpu":
-            return ids
+        """The rows of pages; those that are not on the device are waited for. Raises PagesLost, and ValueError for ids of nobody,
+        where the ids are in host memory or something is still under way: else the device is not asked what they are."""
+        self._absent = [known for known in self._absent if not known[3].released]
+        if ids.device.type != "cpu" and all(self._came(promised, lease) for _, _, promised, lease in self._absent):
+            return self._translated(ids)
         here = ids.cpu()
         if not bool((here >= self.pages).any()):
             return ids
-        self._absent = [known for known in self._absent if not known[3].released]
         rows = here.clone()
         for first, count, promised, lease in self._absent:
             wanted = (here >= first) & (here < first + count)
@@ -193,6 +193,18 @@ class PoolView(RawAccess):
                 "use rows below that, or the block tables of mini_batch()"
             )
         return rows.to(ids.device)
+
+    @staticmethod
+    def _came(promised: int, lease: Lease) -> bool:
+        return lease.ready and lease.hit >= promised and not lease.lost
+
+    def _translated(self, ids: torch.Tensor) -> torch.Tensor:
+        """The rows of pages that all came, computed where the ids are: nothing is waited for."""
+        for first, count, _, lease in self._absent:
+            rows = torch.from_numpy(lease.rows[:count].copy()).to(ids.device, non_blocking=True)
+            mine = (ids >= first) & (ids < first + count)
+            ids = torch.where(mine, rows[(ids - first).clamp(0, count - 1).long()], ids)
+        return ids
 
 
 class MiniBatchView(PoolView):

@@ -259,3 +259,68 @@ def test_ids_of_nobody(view: KVC2StaticCache) -> None:
 
 def test_these_pages_are_those_of_the_config() -> None:
     assert PageLayout.from_config(_config(), page_size=PAGE, dtype="float32").planes == tiny_layout().planes
+
+
+def test_no_form_asks_the_device_for_numbers() -> None:
+    """On the device "meta" there are none."""
+    batch = SimpleNamespace(
+        prefill_batch=2,
+        p_q_len=ints([3, 2]).to("meta"),
+        p_position_ids=ints([0, 1, 2, 16, 17]).to("meta"),
+        p_block_tables=ints([[4, 0], [5, 6]]).to("meta"),
+        decode_batch=2,
+        d_position_ids=ints([[3], [18]]).to("meta"),
+        d_block_tables=ints([[4, 0], [5, 6]]).to("meta"),
+        max_q_len=3,
+    )
+    real = ints([4]).to("meta")
+    for is_prefill, shape in ((True, (2, 3)), (False, (2, 1))):
+        assert [table.shape for table in from_mini_batch(batch, 16, real, is_prefill)] == [shape, shape]
+    tables = from_indptr(batch.p_position_ids, *(ints(one).to("meta") for one in ([0, 3, 5], [0, 1, 3], [4, 5, 6], [4])), 16)
+    assert [table.shape for table in tables] == [(5,), (5,)]
+
+
+def test_pages_that_came_are_translated_where_the_ids_are(open_cache: Any) -> None:
+    """As long as the session has a lease whose pages were under way once; on the device "meta" nothing can be asked."""
+    device = GatedDevice()
+    cache = open_cache(gpu=8, cpu=24, device=device)
+    view = KVC2StaticCache(_config(), cache=cache)
+    tokens = prompt(4)
+    serve(cache, tokens)
+    settle(cache)
+    crowd(cache)
+    device.ups.clear()
+    lease = view.lease(tokens, leave=0)
+    table = view.mini_batch(prefill=[(lease, 0, len(tokens))]).p_block_tables
+    assert bool((table >= view.pages).all())
+    device.ups.set()
+    lease.wait()
+    mixed = torch.cat((table, ints([[3, 0]])), 1)
+    wanted = torch.cat((torch.from_numpy(lease.rows.copy())[None], ints([[3, 0]])), 1)
+    assert torch.equal(view._bring(mixed), wanted)
+    assert torch.equal(view._translated(mixed), wanted)
+    assert view._bring(mixed.to("meta")).shape == mixed.shape
+    view.reset()
+
+
+@pytest.mark.cuda
+def test_no_form_waits_for_the_device(open_cache: Any) -> None:
+    cache = open_cache(gpu=8, cpu=24, device="cuda")
+    view = KVC2StaticCache(_config(), cache=cache)
+    tokens = prompt(4)
+    lease = view.lease(tokens, leave=0)
+    lease.publish(len(tokens), ready=cache.pool.mark_batch())
+    view.reset()
+    settle(cache)
+    with cache.lease(prompt(8, seed=2), must=True):  # the first one leaves the device
+        pass
+    lease = view.lease(tokens, leave=0)
+    batch = view.mini_batch(prefill=[(lease, 0, len(tokens))])
+    lease.wait()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        page_idx, _ = view.get_page_table(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert page_idx[0, ::PAGE].tolist() == lease.rows.tolist()
+    view.reset()
