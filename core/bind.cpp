@@ -13,6 +13,10 @@
 
 namespace {
 
+using Layers = nb::ndarray<const std::int64_t, nb::shape<-1, 4>, nb::c_contig, nb::device::cpu>;
+
+Stores stores(bool streaming) { return streaming ? Stores::streaming : Stores::plain; }
+
 RowPool pool_at(std::uintptr_t base, std::size_t stride) { return {reinterpret_cast<std::byte*>(base), stride}; }
 
 // An array of Python's and what fills it, which therefore ends before the memory does.
@@ -45,17 +49,36 @@ NB_MODULE(_core, module) {
     module.def(
         "copy_rows",
         [](std::uintptr_t to, std::size_t to_stride, const Ints& to_rows, std::uintptr_t from, std::size_t from_stride,
-           const Ints& from_rows, std::size_t offset, std::size_t bytes) {
+           const Ints& from_rows, std::size_t offset, std::size_t bytes, bool streaming) {
             if (to_rows.size() != from_rows.size()) throw nb::value_error("to_rows and from_rows differ in length");
             const auto target = view(to_rows), source = view(from_rows);
             nb::gil_scoped_release release;
-            copy_planes(pool_at(to, to_stride), target, pool_at(from, from_stride), source, offset, bytes);
+            copy_rows(pool_at(to, to_stride), target, pool_at(from, from_stride), source, offset, bytes, stores(streaming));
         },
-        "to"_a, "to_stride"_a, "to_rows"_a, "from_"_a, "from_stride"_a, "from_rows"_a, "offset"_a, "bytes"_a,
+        "to"_a, "to_stride"_a, "to_rows"_a, "from_"_a, "from_stride"_a, "from_rows"_a, "offset"_a, "bytes"_a, "streaming"_a = false,
         "Copies bytes [offset, offset + bytes) of rows between two pools in host memory, given by address and stride (bytes). Row "
         "i of\n"
-        "from_rows goes to row i of to_rows (int32). The caller keeps both pools alive and the rows in range. Releases the "
-        "interpreter lock.");
+        "from_rows goes to row i of to_rows (int32). streaming: round the processor's caches, for what nobody reads soon. The "
+        "caller\n"
+        "keeps both pools alive and the rows in range. Releases the interpreter lock.");
+
+    module.def(
+        "copy_layers",
+        [](const Layers& layers, const Ints& blocks, std::uintptr_t pool, std::size_t stride, const Ints& rows, bool up,
+           bool streaming) {
+            if (blocks.size() != rows.size()) throw nb::value_error("blocks and rows differ in length");
+            std::vector<LayerBlocks> parts;
+            for (std::size_t i = 0; i < layers.shape(0); ++i)
+                parts.push_back({pool_at(static_cast<std::uintptr_t>(layers(i, 0)), static_cast<std::size_t>(layers(i, 1))),
+                                 static_cast<std::size_t>(layers(i, 2)), static_cast<std::size_t>(layers(i, 3))});
+            const auto there = view(blocks), here = view(rows);
+            nb::gil_scoped_release release;
+            copy_layers(parts, there, pool_at(pool, stride), here, up, stores(streaming));
+        },
+        "layers"_a, "blocks"_a, "pool"_a, "stride"_a, "rows"_a, "up"_a, "streaming"_a = false,
+        "Copies rows of a pool to blocks whose layers lie apart (up), or back. layers: int64 [layers, 4]: address of the layer's "
+        "block 0,\n"
+        "bytes from one block to the next, offset of its bytes in a row, bytes. Row i belongs to block i (int32). As copy_rows.");
 
     module.def(
         "page_key",

@@ -140,7 +140,7 @@ def copy_host_rows(copy: Copy, pool: "PagePool", slab: Slab, offset: int, size: 
     there = (pool.data.data_ptr(), pool.data.stride(0), copy.device_rows)
     here = (slab.address, slab.stride, copy.slab_rows)
     target, source = (there, here) if copy.up else (here, there)
-    copy_rows(*target, *source, offset, size)
+    copy_rows(*target, *source, offset, size, streaming=not copy.up)  # what is loaded is read at once, what is saved is not
 
 
 def make_device(device: "str | torch.device | Device") -> Device:

@@ -3,7 +3,7 @@
 import pytest
 from tool_kit import kvstrata
 
-from kvstrata.bench import match
+from kvstrata.bench import copy, match
 from kvstrata.bench.report import WrongData, compare
 
 SMALL = ("--tokens", 2048, "--pages", 2000, "--rounds", 2)
@@ -61,6 +61,40 @@ def test_wrong_data_ends_a_benchmark(monkeypatch):
     assert ended.status == 2
     assert "the benchmark failed: 1008 of 2048 cached tokens were found" in ended.err
     assert issubclass(WrongData, RuntimeError)
+
+
+CASES = (copy.Case(256, 1, 1), copy.Case(16, 1, copy.LAYERS))
+
+
+def test_copy_measures_rows_and_layers(monkeypatch):
+    monkeypatch.setattr(copy, "CASES", CASES)
+    ended = kvstrata("bench", "copy", "--mib", 4, "--rounds", 2, "--json")
+    assert ended.status == 0, ended.err
+    rows = ended.json["rows"]
+    assert [(row["case"], row["page_size"], row["layers"]) for row in rows] == [
+        (case, one.page_size, one.layers) for one in CASES for case in ("save", "load")
+    ]
+    for row in rows:
+        assert row["unit"] == "GB/s"
+        assert row["value"] > 0
+        assert row["limit"] > 0
+        assert row["pages"] == 4
+
+
+@pytest.mark.parametrize("device", [copy.PoolRows, copy.LayeredBlocks])
+def test_a_wrong_byte_ends_a_copy_benchmark(monkeypatch, device):
+    real = device.found
+
+    def one_byte_off(self):
+        found = real(self).copy()
+        found[-1, -1] ^= 1
+        return found
+
+    monkeypatch.setattr(copy, "CASES", CASES)
+    monkeypatch.setattr(device, "found", one_byte_off)
+    ended = kvstrata("bench", "copy", "--mib", 2, "--rounds", 1)
+    assert ended.status == 2
+    assert "the benchmark failed: pages did not come back as they were saved" in ended.err
 
 
 def test_ratios_are_of_single_rounds():

@@ -7,7 +7,6 @@
 #include <mutex>
 #include <vector>
 
-#include "../copy.hpp"
 #include "../prefault.hpp"
 
 using namespace kvstrata;
@@ -113,19 +112,4 @@ TEST_CASE("slab: a shared one can be mapped a second time") {
     slab->row(2)[1] = std::byte{42};
     CHECK(static_cast<std::byte*>(again)[2 * 4096 + 1] == std::byte{42});
     munmap(again, slab->bytes());
-}
-
-TEST_CASE("copy: rows and planes between pools of different stride") {
-    std::vector<std::byte> from(4 * 100), to(6 * 64, std::byte{0});
-    for (std::size_t i = 0; i < from.size(); ++i) from[i] = std::byte(i % 251);
-    const std::vector<Row> source{3, 0}, target{1, 5};
-    copy_rows({to.data(), 64}, target, {from.data(), 100}, source, 60);
-    CHECK(std::memcmp(to.data() + 64, from.data() + 300, 60) == 0);
-    CHECK(std::memcmp(to.data() + 5 * 64, from.data(), 60) == 0);
-    CHECK(to[64 + 60] == std::byte{0});
-    std::fill(to.begin(), to.end(), std::byte{0});
-    copy_planes({to.data(), 64}, target, {from.data(), 100}, source, 8, 16);
-    CHECK(to[64 + 7] == std::byte{0});
-    CHECK(std::memcmp(to.data() + 64 + 8, from.data() + 308, 16) == 0);
-    CHECK(to[64 + 24] == std::byte{0});
 }

@@ -46,6 +46,18 @@ def match(
     _show(lambda say: benchmark.measure(sizes, tokens, pages, rounds, _folder(folder), say), json_output)
 
 
+@bench.command()
+def copy(
+    mib: Annotated[int, typer.Option(min=1, max=4096, help="MiB of pages moved at a time; seven times as much is used.")] = 128,
+    rounds: RoundsOption = 15,
+    json_output: JsonOption = False,
+) -> None:
+    """Pages between the device pool and the CPU tier, against memcpy on one thread."""
+    from kvstrata.bench import copy as benchmark
+
+    _show(lambda say: benchmark.measure(benchmark.CASES, mib, rounds, say), json_output)
+
+
 def _folder(folder: Path | None) -> str | None:
     if folder is None:
         return None

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstrata._core import copy_rows
+from kvstrata._core import copy_layers
 from kvstrata.connect.vllm.blocks import BlockLayout
 from kvstrata.connect.vllm.plan import BlockCopy, SharedSlab
 
@@ -77,22 +77,21 @@ class HostCopier:
     def __init__(self, device: DeviceBlocks, blocks: BlockLayout, rank: int, slab: MappedSlab) -> None:
         offsets = [part[blocks.slice_of(rank)] for part in blocks.offsets]
         self._slab, self._blocks = slab, blocks
-        self._layers = [
-            (one.data_ptr(), one.stride(0), one.shape[1], offset) for one, offset in zip(device.bytes, offsets, strict=True)
-        ]
+        # Of the first block of a page; the others' bytes follow it in each layer.
+        self._layers = np.array(
+            [(one.data_ptr(), one.stride(0), offset, one.shape[1]) for one, offset in zip(device.bytes, offsets, strict=True)],
+            np.int64,
+        )
         self._device = device  # its memory lives as long as these addresses
 
     def copy(self, what: BlockCopy, up: bool) -> None:
         for part in range(self._blocks.blocks_per_page):
             chosen = what.parts == part
             rows, blocks = np.ascontiguousarray(what.rows[chosen]), np.ascontiguousarray(what.blocks[chosen])
-            if not len(rows):
-                continue
-            for base, step, size, offset in self._layers:
-                here = (self._slab.address + offset + part * size, self._slab.stride, rows)
-                there = (base, step, blocks)
-                target, source = (there, here) if up else (here, there)
-                copy_rows(*target, *source, 0, size)
+            layers = self._layers.copy()
+            layers[:, 2] += part * layers[:, 3]
+            # What is loaded is read at once, what is saved is not.
+            copy_layers(layers, blocks, self._slab.address, self._slab.stride, rows, up, streaming=not up)
 
 
 class TorchCopier:
