@@ -15,12 +15,13 @@ from kvstrata.identity import Fingerprint, Identity
 from kvstrata.layout import PageLayout, PlaneSpec
 from kvstrata.limits import Limits
 
-__all__ = ["Tokens", "held", "lease", "publish", "random_tokens"]
+__all__ = ["FLUSH_S", "Tokens", "held", "lease", "publish", "random_tokens"]
 
 Tokens = npt.NDArray[np.int32]
 ROW_BYTES = 4096
 SLAB_ROWS = 4096
 DISK_BYTES = 256 << 20
+FLUSH_S = 60.0
 VOCABULARY = 100_000
 
 
@@ -34,6 +35,7 @@ def held(page_size: int, pages: int, room: int, folder: str, say: Callable[[str]
     with PrefixCache(layout, limits, identity=identity) as cache:
         say(f"publishing {3 * pages:,} pages of {page_size} tokens, of which {pages:,} stay")
         live(cache, 3 * pages, most=max(1, pages // 100))
+        cache.flush(FLUSH_S)  # what is being saved cannot go: until then newer pages would have to
         yield cache
 
 

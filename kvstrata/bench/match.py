@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstrata.bench.held import Tokens, held, lease, publish, random_tokens
+from kvstrata.bench.held import FLUSH_S, Tokens, held, lease, publish, random_tokens
 from kvstrata.bench.report import Row, WrongData, compare
 from kvstrata.cache import CacheFull, Lease, PrefixCache
 
@@ -57,7 +57,7 @@ def matches(
         for turn in range(1, turns + 1):
             for one in prompts:
                 publish(cache, one[: tokens * turn // turns])
-        cache.flush(60)
+                cache.flush(FLUSH_S)
         stored = [one.copy() for one in prompts]
         parameters: dict[str, Any] = {
             "page_size": cache.page_size,
@@ -106,7 +106,7 @@ def changes(cache: PrefixCache, tokens: int, pages: int, rounds: int) -> Iterato
     evict, publishing, hashing = [], [], []
     for seed in range(rounds):
         mine = random_tokens(tokens, 1 << 41 | seed)
-        cache.flush(60)
+        cache.flush(FLUSH_S)
         before = cache.stats()["gpu"]["evicted"]
         started = time.perf_counter()
         got = lease(cache, mine)
