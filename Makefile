@@ -43,11 +43,11 @@ test: build
 	@$(QUIET_THREADS) OMP_NUM_THREADS=1 timeout --foreground -k 30 1800 $(BIN)/python -m pytest --session-timeout=1740 $(ARGS)
 
 # vLLM pins its torch and much else, so it gets an environment of its own; kvstrata goes there as a wheel, built where all builds are.
-# Real engines take most of the time: seven minutes on two quiet cores.
+# Real engines take most of the time: seven minutes on two quiet cores. They are processes that start others, and all of them end with it.
 test-vllm: build build/.vllm
 	@flock build/.lock $(MAKE) --no-print-directory build/.vllm-wheel
-	@$(QUIET_THREADS) OMP_NUM_THREADS=1 timeout --foreground -k 30 1500 $(VLLM)/bin/pytest -p no:cacheprovider --session-timeout=1440 tests/vllm $(ARGS)
-	@$(QUIET_THREADS) OMP_NUM_THREADS=1 timeout --foreground -k 30 300 $(VLLM)/bin/python tests/vllm/upstream.py build/vllm
+	@$(QUIET_THREADS) OMP_NUM_THREADS=1 tools/bounded 1500 $(VLLM)/bin/pytest -p no:cacheprovider --session-timeout=1440 tests/vllm $(ARGS)
+	@$(QUIET_THREADS) OMP_NUM_THREADS=1 tools/bounded 600 $(VLLM)/bin/python tests/vllm/upstream.py build/vllm
 
 # --- building ---------------------------------------------------------------------------------------------------------------------
 # The package is installed editable: Python files are used where they lie, the extension is rebuilt here, and only what changed.

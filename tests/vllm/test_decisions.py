@@ -119,7 +119,7 @@ def test_e02_who_has_his_pages_does_not_wait(make_sim, tmp_path):
     """Others wait for the disk; a request whose pages are in the slab goes on at once."""
     cold, warm = tokens_of(6 * PAGE + 1, seed=1), tokens_of(4 * PAGE + 1, seed=2)
     stored(make_sim, tmp_path / "disk", cold)
-    sim = make_sim(disk=tmp_path / "disk", cpu_pages=9, settings={"kvc2.load_deadline_s": 60})
+    sim = make_sim(disk=tmp_path / "disk", cpu_pages=9)
     sim.serve(warm)
     sim.settle()
     sim.scheduler.reset_prefix_cache()
@@ -138,23 +138,23 @@ def test_e02_who_has_his_pages_does_not_wait(make_sim, tmp_path):
 
 def test_the_queue_counts_others_once(make_sim, tmp_path):
     """Requests that share their first page wait for the same pages."""
-    other = tokens_of(20 * PAGE, seed=4)
+    other, held = tokens_of(20 * PAGE, seed=4), tokens_of(20 * PAGE, seed=5)
     stored(make_sim, tmp_path / "disk", SHARED, other)
-    sim = make_sim(disk=tmp_path / "disk", cpu_pages=64)
-    scheduler = sim.connector.scheduler
-    hold = [sim.cache.lease(tokens_of(PAGE, seed=50), leave=0)]
-    names = [sim.add(prompt + tokens_of(5, seed=n)) for n, prompt in enumerate([SHARED, SHARED, other])]
-    tracked = []
-    for name in names:
-        tracked.append(scheduler._requests[name])
-        if tracked[-1].lease is None:
-            scheduler._look_up(tracked[-1])
-    patience = scheduler.patience
-    waiting = {id(one) for one in tracked if not one.lease.ready}
-    expected = 20 * PAGE if id(tracked[2]) in waiting else 0
-    assert patience._queued(tracked[0], tracked) == expected
-    for lease in hold:
-        lease.release()
+    sim = make_sim(disk=tmp_path / "disk", cpu_pages=24, blocks=80)
+    for pages in (10, 20):  # half the slab waits for the disk at most
+        sim.serve(held[: pages * PAGE])
+        sim.settle()
+    scheduler, patience = sim.connector.scheduler, sim.connector.scheduler.patience
+    with sim.cache.lease(held, leave=0) as hold:  # four rows are left, so that nobody else gets all he waits for
+        assert hold.ready
+        assert hold.hit == 20 * PAGE
+        names = [sim.add(prompt + tokens_of(5, seed=n)) for n, prompt in enumerate([SHARED, SHARED, other])]
+        tracked = [scheduler._requests[name] for name in names]
+        for one in tracked:
+            scheduler._look_up(one)
+        assert [patience._queued(one, tracked) for one in tracked] == [20 * PAGE] * 3
+        for name in names:
+            sim.abort(name)
 
 
 def test_speeds_are_learned(make_sim):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support import find_on_disk, flip
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm_sim import BLOCK, LAYERS, PAGE, WIDTH, tokens_of
+from vllm_sim import BLOCK, LAYERS, PAGE, PATIENCE, WIDTH, tokens_of
 
 from kvstrata.connect.vllm.plan import Report
 
@@ -151,7 +151,7 @@ def _in_processes(folder, sim, plan, table, content):
         command = [sys.executable, str(Path(__file__).parent / "rank_process.py"), str(given)]
         running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     for process in running:
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, errors[-2000:]
         told.append(json.loads(output.splitlines()[-1]))
     assert len(table) * BLOCK >= 6 * PAGE

@@ -6,7 +6,7 @@ import urllib.error
 
 import numpy as np
 import pytest
-from real import PAGE, serving
+from real import PAGE, PATIENCE, serving
 from support import until
 
 from kvstrata.survey import survey
@@ -46,7 +46,7 @@ def test_server(smollm2_path, tmp_path):
         for tenant in ("one", "two"):
             assert server.complete(a, cache_salt=tenant)["cached"] == 0, "of nobody else's"
             assert server.complete(a, cache_salt=tenant)["cached"] == HIT
-        until(lambda: pages_on(disk) >= 3 * HIT // PAGE, "the pages of three tenants on disk", 60)
+        until(lambda: pages_on(disk) >= 3 * HIT // PAGE, "the pages of three tenants on disk", PATIENCE)
         server.end(signal.SIGKILL)
 
     with serving(smollm2_path, tmp_path / "second.log", disk=disk, policy=None) as server:
@@ -54,10 +54,15 @@ def test_server(smollm2_path, tmp_path):
         assert found["cached"] == HIT
         same(found, own)
         assert server.metric("vllm:prompt_tokens_cached_by_source_total", source="disk") == HIT
-        assert server.complete(a, cache_salt="three")["cached"] == 0
+        # Before anything is computed: where that turns out to be faster than the disk, the disk is left alone.
         assert server.complete(a, cache_salt="one")["cached"] == HIT
-        until(lambda: server.complete(words(9, 40))["finish"] and server.metric("kvstrata:used_total", tier="disk") > 0, "metrics")
-        assert server.metric("kvstrata:used_total", tier="disk") >= HIT // PAGE
+        assert server.complete(a, cache_salt="three")["cached"] == 0
+
+        def used() -> float:
+            server.complete(words(9, 40))  # counters are looked at while the engine steps
+            return server.metric("kvstrata:used_total", tier="disk")
+
+        until(lambda: used() >= 2 * HIT // PAGE, "our counters on vLLM's page", PATIENCE)
         two_streams(server)
         server.end(signal.SIGTERM)
 
@@ -98,5 +103,5 @@ def two_streams(server) -> None:
         thread.join()
     assert not failures, failures[:3]
     assert done == ["length"] * 32
-    until(lambda: server.metric("vllm:num_requests_running") == 0, "who left to be gone", 60)
+    until(lambda: server.metric("vllm:num_requests_running") == 0, "who left to be gone", PATIENCE)
     assert server.metric("vllm:request_success_total") >= before + 32

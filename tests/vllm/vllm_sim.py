@@ -1,7 +1,9 @@
 """vLLM's real scheduler, block manager and connector interface around workers that compute no model, but write for every token what
 nobody else would write there: a chained digest of everything before it. What a request reads is compared token by token."""
 
+import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ PAGE = 32
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
 WIDTH = 16  # values of a token in a layer
 VOCAB = 1000
+PATIENCE = 120.0  # seconds for what takes one
 init_none_hash(sha256)
 
 
@@ -104,6 +107,7 @@ class Sim:
         row = page * WIDTH * 4 * len(LAYERS) * (ranks // replicas)
         row = -(-row // 4096) * 4096
         content: dict[str, Any] = {"attn.page_size": page, "kvc2.cpu_memory_size_GB": cpu_pages * row / 1e9, "kvc2.io_threads": 2}
+        content["kvc2.load_deadline_s"] = PATIENCE  # what is to come comes: only tests of deadlines set one
         if disk is not None:
             content |= {"kvc2.disk_path": str(disk), "kvc2.disk_size_GB": disk_pages * row / 1e9, "kvc2.disk_reserve_free_GB": 0}
         options = {"kv_load_failure_policy": policy} if policy else {}
@@ -203,18 +207,22 @@ class Sim:
         assert self.finished.get(name) == "length", self.finished.get(name)
         return self.cached[name]
 
-    def run(self, most: int = 4000) -> None:
+    def run(self) -> None:
         """Steps until nothing is left to do."""
-        for _ in range(most):
-            if not self.scheduler.has_unfinished_requests():
-                self.step()  # what ended is told to the workers
-                return
-            self.step()
-        raise AssertionError(f"still at work after {most} steps: {self.scheduler.requests}")
+        self.run_until(lambda: not self.scheduler.has_unfinished_requests(), "no request is left")
+        self.step()  # what ended is told to the workers
+
+    def run_until(self, condition: Callable[[], Any], what: str) -> None:
+        """Steps until it is so; without work to do, as an engine that polls."""
+        end = time.monotonic() + PATIENCE
+        while not condition():
+            assert time.monotonic() < end, f"{what}: not within {PATIENCE} s; {self.scheduler.requests}"
+            if not self.step().total_num_scheduled_tokens:
+                time.sleep(0.001)
 
     def settle(self) -> None:
         """Nothing moves any more; what could be written to disk is there."""
-        assert self.cache.flush(30)
+        assert self.cache.flush(PATIENCE)
 
     # --- a step, as vLLM's model runner takes it
 
@@ -331,12 +339,9 @@ class Sim:
     def close(self) -> None:
         for name in list(self.scheduler.requests):
             self.abort(name)
-        for _ in range(20):
-            if not self.scheduler.requests:
-                break
-            self.step()
+        self.run_until(lambda: not self.scheduler.requests, "vLLM has forgotten them")
         assert not self.wrong, self.wrong[:3]
-        assert self.cache.flush(30)
+        self.settle()
         self.cache.check_integrity()
         if self.cache.stats()["open_leases"]:  # of a probe
             self.connector.scheduler.patience.forget_probe()
