@@ -31,9 +31,10 @@ struct DriverConfig {
     double read_deadline = 5;    // seconds until a load counts as failed and its slab row is quarantined
     double write_deadline = 30;  // seconds until the disk counts as ill
     double copy_deadline = 30;
-    double note_uses_after = 60;  // seconds until another use of a page on disk is noted in its record
-    double retry_after = 5;       // seconds that an unreadable page, a failing disk or a full one is left alone
-    std::size_t key_bytes = 32;   // tests: fewer, so that different pages get equal keys
+    double engine_deadline = 600;  // of copies that wait for an engine's step, which may take minutes: engines give up before
+    double note_uses_after = 60;   // seconds until another use of a page on disk is noted in its record
+    double retry_after = 5;        // seconds that an unreadable page, a failing disk or a full one is left alone
+    std::size_t key_bytes = 32;    // tests: fewer, so that different pages get equal keys
 };
 
 // A media item of a request: `length` tokens from `offset` on stand for the content with this digest.

@@ -266,7 +266,7 @@ bool Driver::disk_moving() const {
 
 std::uint64_t Driver::start_copy(CopyMove&& move, Fence fence) {
     const std::uint64_t ticket = next_id_++;
-    move.deadline = now_ + config_.copy_deadline;
+    move.deadline = now_ + (move.guest ? config_.engine_deadline : config_.copy_deadline);
     if (!move.up) saving_ += static_cast<std::uint32_t>(move.pages.size());
     out_.copies.push_back({.ticket = ticket, .up = move.up, .slab = move.slab, .device = move.device, .fence = fence});
     copies_.emplace(ticket, std::move(move));

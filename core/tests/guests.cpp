@@ -111,7 +111,7 @@ TEST_CASE("guest: whoever joined a save that fails takes the page from disk") {
         CHECK(stage.ops.empty());
         const CopyBatch copy = stage.take_copy(false);
         if (late)
-            stage.pass(30);
+            stage.pass(600);
         else
             stage.finish_copy(copy, false);
         CHECK(stage.count(OpKind::read) == 1);
@@ -122,6 +122,17 @@ TEST_CASE("guest: whoever joined a save that fails takes the page from disk") {
         stage.release(reader);
         CHECK(stage.driver.ledger().free_rows(Tier::cpu) == 3);
     }
+}
+
+TEST_CASE("guest: a save is waited for as long as an engine's step may take") {
+    Stage stage({.gpu_rows = 0, .cpu_rows = 4});
+    const LeaseId writer = stage.lease({1, 2}, {.space = {}, .tokens = {}, .media = {}, .read = false});
+    CHECK(stage.driver.save(stage.now, writer, 0, std::vector<Row>{3, 4}, 0) != 0);
+    stage.step();
+    stage.pass(300);
+    stage.finish_all();
+    CHECK(stage.at(stage.lease({1, 2, 3})).hit == 2);
+    CHECK(stage.driver.counters().timeouts == 0);
 }
 
 TEST_CASE("guest: pages come from disk into the slab, no more than it holds, and stay while the lease does") {

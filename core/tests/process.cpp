@@ -21,7 +21,7 @@ DriverConfig driver_config() {
     DriverConfig config;
     config.ledger = {.page_size = Process::kTokens, .gpu_rows = 0, .cpu_rows = kRows, .event_capacity = 4096};
     config.disk = true;
-    config.read_deadline = config.write_deadline = config.copy_deadline = 1;
+    config.read_deadline = config.write_deadline = config.copy_deadline = config.engine_deadline = 1;
     config.retry_after = 1;
     return config;
 }

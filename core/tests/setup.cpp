@@ -19,7 +19,7 @@ Setup Setup::draw(Dice& dice) {
     driver.writes_at_once = dice.between(1, 3);
     driver.read_deadline = dice.real(0.05, 0.2);
     driver.write_deadline = dice.real(0.1, 0.4);
-    driver.copy_deadline = dice.real(0.03, 0.1);
+    driver.copy_deadline = driver.engine_deadline = dice.real(0.03, 0.1);
     driver.retry_after = dice.real(0.02, 0.2);
     setup.row_bytes = dice.between(40, 200);
     setup.device_rows = guest ? 40 : driver.ledger.gpu_rows + 1;
