@@ -11,6 +11,7 @@ __all__ = [
     "MediaItem",
     "check_flag",
     "check_number",
+    "check_request",
     "check_seconds",
     "check_tokens",
     "check_whole",
@@ -18,6 +19,10 @@ __all__ = [
     "media_items",
     "token_array",
 ]
+
+
+INT32 = np.dtype(np.int32)
+MOST_TOKENS = (1 << 31) - 1  # that the core can count
 
 
 class MediaItem(NamedTuple):
@@ -33,6 +38,8 @@ def token_array(tokens: Any) -> npt.NDArray[np.int32]:
 
     Raises ValueError for other types, more than one dimension, or ids outside int32.
     """
+    if type(tokens) is np.ndarray and tokens.dtype is INT32 and tokens.ndim == 1 and tokens.flags.c_contiguous:
+        return tokens
     if hasattr(tokens, "detach"):
         tokens = tokens.detach().cpu().numpy()
     array = np.asarray(tokens)
@@ -45,6 +52,19 @@ def token_array(tokens: Any) -> npt.NDArray[np.int32]:
     return np.ascontiguousarray(array, np.int32)
 
 
+def check_request(reserve: Any, leave: Any, multiple: Any, read: Any, write: Any, load: Any, must: Any) -> None:
+    """The numbers of tokens and the flags of a request. Raises ValueError for the first that cannot be."""
+    # The usual kinds at one glance: every request is asked, and by name each check costs as much as this.
+    whole = type(reserve) is type(leave) is type(multiple) is int and min(reserve, leave, multiple) >= 0
+    flags = type(read) is type(write) is type(load) is type(must) is bool
+    if whole and flags and max(reserve, leave, multiple) <= MOST_TOKENS:
+        return
+    for name, value in (("reserve", reserve), ("leave", leave), ("multiple", multiple)):
+        check_tokens(name, value)
+    for name, flag in (("read", read), ("write", write), ("load", load), ("must", must)):
+        check_flag(name, flag)
+
+
 def check_whole(name: str, value: Any, low: int, high: int, of: str = "") -> None:
     """Raises ValueError unless `value` is an integer from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= high:
@@ -53,7 +73,7 @@ def check_whole(name: str, value: Any, low: int, high: int, of: str = "") -> Non
 
 def check_tokens(name: str, value: Any) -> None:
     """Raises ValueError unless `value` is a whole number of tokens that the core can count."""
-    check_whole(name, value, 0, (1 << 31) - 1, "tokens")
+    check_whole(name, value, 0, MOST_TOKENS, "tokens")
 
 
 def check_number(name: str, value: Any, allowed: str, good: Callable[[Any], bool]) -> None:

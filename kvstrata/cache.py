@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvstrata._core import Core
-from kvstrata.arguments import check_flag, check_seconds, check_tokens, check_whole, media_arrays, token_array
+from kvstrata.arguments import check_request, check_seconds, check_whole, media_arrays, token_array
 from kvstrata.ending import Ending
 from kvstrata.health import HealthLog
 from kvstrata.hits import HitWatch
@@ -174,10 +174,7 @@ class PrefixCache(Observed, GuestMode):
         """
         array = token_array(tokens)
         multiple = self.page_size if multiple is None else multiple
-        for name, value in (("reserve", reserve), ("leave", leave), ("multiple", multiple)):
-            check_tokens(name, value)
-        for name, flag in (("read", read), ("write", write), ("load", load), ("must", must)):
-            check_flag(name, flag)
+        check_request(reserve, leave, multiple, read, write, load, must)
         if multiple < 1 or multiple % self.page_size:
             raise ValueError(f"multiple {multiple} must be a multiple of the page size {self.page_size}")
         offsets, lengths, digests = media_arrays(media)
