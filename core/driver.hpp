@@ -25,8 +25,9 @@ using Fence = std::uint64_t;    // a batch of the engine, counted from 1; 0: not
 struct DriverConfig {
     LedgerConfig ledger;
     bool disk = false;
-    std::uint32_t copy_rows = 64;     // rows of one copy batch at most
-    std::uint32_t reads_at_once = 8;  // disk operations in flight
+    std::uint32_t copy_rows = 64;       // rows of one copy batch at most
+    std::uint32_t saves_at_once = 512;  // rows on their way down: enough to keep a device busy. They cannot be evicted meanwhile
+    std::uint32_t reads_at_once = 8;    // disk operations in flight
     std::uint32_t writes_at_once = 4;
     double read_deadline = 5;    // seconds until a load counts as failed and its slab row is quarantined
     double write_deadline = 30;  // seconds until the disk counts as ill
@@ -316,7 +317,7 @@ class Driver {
     std::uint32_t reads_in_flight_ = 0, writes_in_flight_ = 0;  // those that hang included: no more than so many rows can be stuck
     std::uint32_t stuck_reads_ = 0, stuck_writes_ = 0;          // of them, abandoned ones
     std::uint32_t dirty_ = 0;                                   // slab rows that wait to be written, or are being
-    std::uint32_t saving_ = 0;                                  // slab rows that are being filled from the device
+    std::uint32_t saving_ = 0;                                  // slab rows that are being filled
     bool no_row_to_load_ = false;                               // the first load waits for a slab row
     bool growing_ = false;
     double grow_again_at_ = 0, writes_again_at_ = 0;

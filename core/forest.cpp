@@ -2,12 +2,13 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include "keys.hpp"
 
 namespace kvstrata {
 
-Forest::Forest(std::uint32_t page_size) : page_size_(page_size), table_(64, kNoPage) {}
+Forest::Forest(std::uint32_t page_size) : page_size_(page_size), table_(64) {}
 
 PageId Forest::allocate() {
     PageId page;
@@ -74,9 +75,9 @@ std::uint32_t Forest::mix(PageId parent, const Content& content) {
 PageId Forest::search(PageId parent, const Content& content) const {
     const std::uint32_t hash = mix(parent, content);
     const std::size_t mask = table_.size() - 1;
-    for (std::size_t i = hash & mask; table_[i] != kNoPage; i = (i + 1) & mask) {
-        const PageRecord& record = at(table_[i]);
-        if (record.hash == hash && record.parent == parent && same(table_[i], content)) return table_[i];
+    for (std::size_t i = hash & mask; table_[i].page != kNoPage; i = (i + 1) & mask) {
+        const PageId page = table_[i].page;
+        if (table_[i].hash == hash && at(page).parent == parent && same(page, content)) return page;
     }
     return kNoPage;
 }
@@ -118,40 +119,36 @@ void Forest::erase(PageId page) {
 }
 
 void Forest::table_insert(PageId page) {
-    if (live_ * 2 > table_.size()) {
-        table_grow();  // inserts `page` too: its record is alive already
-        return;
-    }
+    if (live_ * 2 > table_.size()) table_grow();
+    table_put({page, at(page).hash});
+}
+
+void Forest::table_put(Place place) {
     const std::size_t mask = table_.size() - 1;
-    std::size_t i = at(page).hash & mask;
-    while (table_[i] != kNoPage) i = (i + 1) & mask;
-    table_[i] = page;
+    std::size_t i = place.hash & mask;
+    while (table_[i].page != kNoPage) i = (i + 1) & mask;
+    table_[i] = place;
 }
 
 void Forest::table_grow() {
-    table_.assign(table_.size() * 2, kNoPage);
-    const std::size_t mask = table_.size() - 1;
-    for (PageId page = 0; page < next_; ++page) {
-        if (!at(page).alive || at(page).is_root()) continue;
-        std::size_t i = at(page).hash & mask;
-        while (table_[i] != kNoPage) i = (i + 1) & mask;
-        table_[i] = page;
-    }
+    const std::vector<Place> before = std::exchange(table_, std::vector<Place>(table_.size() * 2));
+    for (const Place& place : before)
+        if (place.page != kNoPage) table_put(place);
 }
 
 // Closes the gap by moving later members of the probe sequence back, so that no tombstones are needed.
 void Forest::table_erase(PageId page) {
     const std::size_t mask = table_.size() - 1;
     std::size_t gap = at(page).hash & mask;
-    while (table_[gap] != page) gap = (gap + 1) & mask;
-    for (std::size_t i = (gap + 1) & mask; table_[i] != kNoPage; i = (i + 1) & mask) {
-        const std::size_t home = at(table_[i]).hash & mask;
+    while (table_[gap].page != page) gap = (gap + 1) & mask;
+    for (std::size_t i = (gap + 1) & mask; table_[i].page != kNoPage; i = (i + 1) & mask) {
+        const std::size_t home = table_[i].hash & mask;
         if (((i - home) & mask) >= ((i - gap) & mask)) {
             table_[gap] = table_[i];
             gap = i;
         }
     }
-    table_[gap] = kNoPage;
+    table_[gap].page = kNoPage;
 }
 
 bool Forest::check_integrity(std::string& fault) const {

@@ -102,7 +102,9 @@ class Forest {
     bool same_media(PageId page, const Content& content) const;
     static bool same_tokens(const std::int32_t* a, const std::int32_t* b, std::size_t count);
     static std::uint32_t mix(PageId parent, const Content& content);
+    struct Place;
     void table_insert(PageId page);
+    void table_put(Place place);
     void table_erase(PageId page);
     void table_grow();
 
@@ -111,7 +113,12 @@ class Forest {
     std::vector<PageId> free_;
     PageId next_ = 0;
     std::size_t live_ = 0;
-    std::vector<PageId> table_;  // open addressing, linear probing, no tombstones; at most half full
+    // Open addressing, linear probing, no tombstones; at most half full. With the hash beside it, no look at the records of others.
+    struct Place {
+        PageId page = kNoPage;
+        std::uint32_t hash = 0;
+    };
+    std::vector<Place> table_;
     std::unordered_map<std::uint64_t, std::vector<PageId>> roots_;
     std::unordered_map<PageId, std::vector<MediaItem>> media_;  // of the few pages that have any
 };

@@ -311,8 +311,11 @@ std::uint32_t Driver::publish(double now, LeaseId id, std::uint64_t tokens, Fenc
         // On its way for another lease: it may fail to come, and a pin below it would then protect nothing above it. Asked again by the
         // next publish.
         if (forest.at(page).state[0] == Residency::incoming) break;
-        if (forest.at(page).state[0] == Residency::none || !guarded(Guard::first_writer)) {
-            ledger_.expect(Tier::gpu, page, lease.rows[i]);
+        const bool first = forest.at(page).state[0] == Residency::none || !guarded(Guard::first_writer);
+        if (first) ledger_.expect(Tier::gpu, page, lease.rows[i]);
+        lease.path.push_back(page);
+        move_pin(lease);  // before it arrives: no page of the path is a candidate for a moment
+        if (first) {
             ledger_.arrive(Tier::gpu, page, Tier::gpu);
             lease.own[i] = 0;
             ledger_.set_ready(page, ready);
@@ -321,8 +324,6 @@ std::uint32_t Driver::publish(double now, LeaseId id, std::uint64_t tokens, Fenc
             counters_.duplicates++;  // the first writer won; this row stays the lease's own
             save_again(page);
         }
-        lease.path.push_back(page);
-        move_pin(lease);
     }
     return static_cast<std::uint32_t>(lease.path.size());
 }

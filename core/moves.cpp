@@ -185,7 +185,7 @@ void Driver::pump_ups() {
 }
 
 void Driver::pump_downs() {
-    while (!downs_.empty()) {
+    while (!downs_.empty() && saving_ < config_.saves_at_once) {
         CopyMove move{.up = false, .pages = {}, .slab = {}, .device = {}};
         Fence fence = 0;
         bool room = true;

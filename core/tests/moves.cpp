@@ -255,6 +255,19 @@ TEST_CASE("moves: large batches of copies are cut") {
     CHECK(stage.copies[2].slab.size() == 1);
 }
 
+TEST_CASE("moves: no more pages are on their way down than keeps the device busy, so that the others may go") {
+    Stage stage({.gpu_rows = 6, .cpu_rows = 8, .copy_rows = 1, .saves_at_once = 2});
+    const LeaseId id = stage.lease({1, 2, 3, 4, 5, 6});
+    stage.publish(id, 6);
+    stage.release(id);
+    CHECK(stage.copies.size() == 2);
+    CHECK(stage.lease({10, 11, 12, 13}, {.space = {}, .tokens = {}, .media = {}, .read = false}) != 0);  // 3 to 6 went for it
+    for (int saved = 0; saved < 2; ++saved) stage.finish_copy(false);
+    CHECK(stage.copies.empty());
+    CHECK(stage.has(Tier::cpu, {1, 2}));
+    CHECK(stage.driver.counters().saves_dropped == 4);
+}
+
 TEST_CASE("moves: a failed copy down is forgotten, a failed copy up cuts the hit") {
     Stage stage({.gpu_rows = 2, .cpu_rows = 4});
     const LeaseId id = stage.lease({1});

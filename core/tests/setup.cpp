@@ -15,6 +15,7 @@ Setup Setup::draw(Dice& dice) {
     driver.ledger.log_freed = true;
     driver.disk = driver.ledger.cpu_rows > 0 && dice.chance(0.85);
     driver.copy_rows = dice.between(1, 4);
+    driver.saves_at_once = 2 * driver.copy_rows;
     driver.reads_at_once = dice.between(1, 4);
     driver.writes_at_once = dice.between(1, 3);
     driver.read_deadline = dice.real(0.05, 0.2);

@@ -21,7 +21,7 @@ class Stage {
     struct Sizes {
         std::uint32_t gpu_rows = 8, cpu_rows = 8;
         bool disk = false;
-        std::uint32_t copy_rows = 64, reads_at_once = 8, writes_at_once = 4;
+        std::uint32_t copy_rows = 64, reads_at_once = 8, writes_at_once = 4, saves_at_once = 512;
     };
     explicit Stage(const Sizes& sizes) : driver(configure(sizes), make_lru()) {}
     ~Stage() { check(); }
@@ -167,6 +167,7 @@ class Stage {
         config.ledger = {.page_size = 1, .gpu_rows = sizes.gpu_rows, .cpu_rows = sizes.cpu_rows};
         config.disk = sizes.disk;
         config.copy_rows = sizes.copy_rows;
+        config.saves_at_once = sizes.saves_at_once;
         config.reads_at_once = sizes.reads_at_once;
         config.writes_at_once = sizes.writes_at_once;
         return config;  // deadlines: reads 5 s, writes and copies 30 s; retries after 5 s
