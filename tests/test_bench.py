@@ -3,7 +3,7 @@
 import pytest
 from tool_kit import kvstrata
 
-from kvstrata.bench import copy, match
+from kvstrata.bench import copy, disk, match
 from kvstrata.bench.report import WrongData, compare
 
 SMALL = ("--tokens", 2048, "--pages", 2000, "--rounds", 2)
@@ -95,6 +95,52 @@ def test_a_wrong_byte_ends_a_copy_benchmark(monkeypatch, device):
     ended = kvstrata("bench", "copy", "--mib", 2, "--rounds", 1)
     assert ended.status == 2
     assert "the benchmark failed: pages did not come back as they were saved" in ended.err
+
+
+def test_disk_measures_idle_and_busy(tmp_path):
+    ended = kvstrata("bench", "disk", "--mib", 8, "--rounds", 1, "--folder", tmp_path, "--json")
+    assert ended.status == 0, ended.err
+    rows = {row["case"]: row for row in ended.json["rows"]}
+    assert list(rows) == ["read", "write", "read_busy", "write_busy"]
+    for name in ("read", "write"):
+        assert rows[name]["pages"] == 4
+        assert rows[f"{name}_busy"]["limit"] == rows[name]["value"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_byte_ends_a_disk_benchmark(monkeypatch, tmp_path):
+    real = disk.write
+
+    def other_bytes(cache, tokens, content, busy):
+        return real(cache, tokens, content ^ 1, busy)
+
+    monkeypatch.setattr(disk, "write", other_bytes)
+    ended = kvstrata("bench", "disk", "--mib", 4, "--rounds", 1, "--folder", tmp_path)
+    assert ended.status == 2
+    assert "the benchmark failed: pages did not come back as they were written" in ended.err
+
+
+@pytest.mark.slow
+def test_ttft_measures_every_tier(tmp_path):
+    options = ("--tokens", 128, "--page-size", 64, "--rounds", 1, "--folder", tmp_path)
+    ended = kvstrata("bench", "ttft", *options, "--json")
+    assert ended.status == 0, ended.err
+    rows = ended.json["rows"]
+    assert [row["case"] for row in rows] == ["ttft_gpu", "ttft_cpu", "ttft_restart", "restart_wall"]
+    for row in rows[:3]:
+        assert row["value"] > 0
+        assert row["limit"] > 0
+        assert row["copy_ms"] >= 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ttft_refuses_what_cannot_be():
+    assert "--dtype int8 is not known: use one of" in kvstrata("bench", "ttft", "--dtype", "int8").err
+    assert "is not a multiple of the page size 256" in kvstrata("bench", "ttft", "--tokens", 100).err
+    assert (
+        "--model" in kvstrata("bench", "ttft", "--model", "/nowhere").err
+        or "/nowhere" in kvstrata("bench", "ttft", "--model", "/nowhere").err
+    )
 
 
 def test_ratios_are_of_single_rounds():

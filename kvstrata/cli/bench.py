@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvstrata.cli.demo import DTYPES, model_folder
 from kvstrata.cli.directory import JsonOption
 from kvstrata.cli.refusal import Refused
 
@@ -30,16 +31,10 @@ def match(
 ) -> None:
     """Finding, pinning, publishing and evicting pages, against comparing and hashing their tokens."""
     from kvstrata.bench import match as benchmark
-    from kvstrata.layout import check_page_size
 
     sizes = tuple(page_size or (16, 256))
     for size in sizes:
-        try:
-            check_page_size(size)
-        except ValueError as error:
-            raise Refused(f"--page-size: {error}") from error
-        if tokens % size:
-            raise Refused(f"--tokens {tokens} is not a multiple of the page size {size}: nothing would be found of the rest")
+        _check_page_size(size, tokens)
         if tokens // size * (2 * benchmark.PROMPTS + 2) > pages:
             least = tokens // size * (2 * benchmark.PROMPTS + 2)
             raise Refused(f"--pages {pages} cannot hold the prompts that are looked for: use at least {least}, or fewer --tokens")
@@ -56,6 +51,56 @@ def copy(
     from kvstrata.bench import copy as benchmark
 
     _show(lambda say: benchmark.measure(benchmark.CASES, mib, rounds, say), json_output)
+
+
+@bench.command()
+def disk(
+    mib: Annotated[int, typer.Option(min=4, max=8192, help="MiB of pages moved at a time; four times as much lies on disk.")] = 256,
+    rounds: RoundsOption = 10,
+    folder: FolderOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Pages from a cold disk to the device and back, against raw requests of equal size and depth."""
+    from kvstrata.bench import disk as benchmark
+
+    _show(lambda say: benchmark.measure(mib, rounds, _folder(folder), say), json_output)
+
+
+@bench.command()
+def ttft(
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of a Hugging Face model. Default: SmolLM2-135M-Instruct, fetched once.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    tokens: Annotated[int, typer.Option(min=1, help="Of the prompt that are cached; 7 more are not.")] = 2048,
+    page_size: Annotated[int, typer.Option(help="Tokens of a page.")] = 256,
+    rounds: RoundsOption = 10,
+    folder: FolderOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """CPU seconds to the first token of a real model, on one thread, against a forward pass over KV states already in place."""
+    from kvstrata.bench import ttft as benchmark
+
+    _check_page_size(page_size, tokens)
+    path = str(model_folder(model))
+    _show(lambda say: benchmark.measure(path, _dtype(dtype), tokens, page_size, rounds, _folder(folder), say), json_output)
+
+
+def _dtype(dtype: str) -> str:
+    if dtype not in DTYPES:
+        raise Refused(f"--dtype {dtype} is not known: use one of {', '.join(DTYPES)}")
+    return dtype
+
+
+def _check_page_size(size: int, tokens: int) -> None:
+    from kvstrata.layout import check_page_size
+
+    try:
+        check_page_size(size)
+    except ValueError as error:
+        raise Refused(f"--page-size: {error}") from error
+    if tokens % size:
+        raise Refused(f"--tokens {tokens} is not a multiple of the page size {size}: nothing would be found of the rest")
 
 
 def _folder(folder: Path | None) -> str | None:

@@ -44,7 +44,7 @@ def demo(
     with ExitStack() as stack:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is temporary is removed
         overrides, own_disk = _settings(config, page_size, stack)
-        _show(_model(model), device, dtype, config, overrides, own_disk, json_output)
+        _show(model_folder(model), device, dtype, config, overrides, own_disk, json_output)
 
 
 def _settings(config: Path | None, page_size: int | None, stack: ExitStack) -> tuple[dict[str, Any], bool]:
@@ -65,7 +65,8 @@ def _settings(config: Path | None, page_size: int | None, stack: ExitStack) -> t
     return overrides, own_disk
 
 
-def _model(model: Path | None) -> Path:
+def model_folder(model: Path | None) -> Path:
+    """The folder that is meant, by default SmolLM2's. Raises Refused where there is no model."""
     from rich.console import Console
 
     from kvstrata.cli.progress import progress_bar
