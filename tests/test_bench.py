@@ -9,6 +9,12 @@ from kvstrata.bench.report import WrongData, compare
 SMALL = ("--tokens", 2048, "--pages", 2000, "--rounds", 2)
 
 
+@pytest.fixture(autouse=True)
+def small_sweep(monkeypatch):
+    """What pushes everything out of the largest processor cache may be a GiB."""
+    monkeypatch.setattr(match, "SWEEP_MOST", 1 << 22)
+
+
 def test_match_measures_every_case_beside_its_limit():
     ended = kvstrata("bench", "match", *SMALL, "--json")
     assert ended.status == 0, ended.err
