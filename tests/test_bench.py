@@ -3,8 +3,9 @@
 import pytest
 from tool_kit import kvstrata
 
-from kvstrata.bench import copy, disk, match
+from kvstrata.bench import copy, disk, held, match, ttft
 from kvstrata.bench.report import WrongData, compare
+from kvstrata.cache import CacheFull
 
 SMALL = ("--tokens", 2048, "--pages", 2000, "--rounds", 2)
 
@@ -147,6 +148,16 @@ def test_ttft_refuses_what_cannot_be():
         "--model" in kvstrata("bench", "ttft", "--model", "/nowhere").err
         or "/nowhere" in kvstrata("bench", "ttft", "--model", "/nowhere").err
     )
+
+
+def test_a_benchmark_waits_for_nothing_for_ever(monkeypatch, open_cache):
+    monkeypatch.setattr(held, "FLUSH_S", 0.0)
+    cache = open_cache(gpu=4)
+    with cache.lease(held.random_tokens(4 * cache.page_size, 1), must=True), pytest.raises(CacheFull):
+        held.lease(cache, held.random_tokens(cache.page_size, 2))
+    monkeypatch.setattr(ttft, "QUIET_S", 0.0)
+    with pytest.raises(WrongData, match="goes on computing"):
+        ttft.quiet()
 
 
 def test_ratios_are_of_single_rounds():

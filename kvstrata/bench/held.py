@@ -4,6 +4,7 @@ What it holds lies where such a life leaves it: rows and records of neighbouring
 """
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -63,9 +64,10 @@ def publish(cache: PrefixCache, tokens: Tokens) -> None:
 
 
 def lease(cache: PrefixCache, tokens: Tokens) -> Lease:
-    """A lease, as soon as the pages of others are saved and may go."""
+    """A lease, as soon as the pages of others are saved and may go. Raises CacheFull where they do not within a minute."""
+    end = time.monotonic() + FLUSH_S
     while isinstance(got := cache.lease(tokens), CacheFull):
-        if got.never:
+        if got.never or time.monotonic() > end:
             raise got
         cache.flush(0.01)
     return got

@@ -28,6 +28,7 @@ __all__ = ["measure"]
 
 SUFFIX = 7  # tokens behind the cached ones
 TIERS = ("gpu", "cpu", "disk")
+QUIET_S = 60.0
 UNRELATED = 32  # tokens of a request that is made first after a restart
 
 
@@ -165,10 +166,11 @@ class Stage:
 
 
 def quiet() -> None:
-    """Until nothing of this process computes in the background any more: fresh memory is being filled."""
-    spent = time.process_time()
-    while True:
+    """Until nothing of this process computes in the background any more: fresh memory is being filled. Raises WrongData."""
+    spent, end = time.process_time(), time.monotonic() + QUIET_S
+    while time.monotonic() < end:
         time.sleep(0.1)
         before, spent = spent, time.process_time()
         if spent - before < 0.01:
             return
+    raise WrongData(f"something goes on computing in this process for more than {QUIET_S:g} s")
